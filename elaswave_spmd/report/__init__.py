@@ -1,1 +1,1 @@
-"""The report of a run, for people: the page of `report`, which `watch` serves while the run goes on."""
+"""The report of a run for people: the page that `report` makes, and that `watch` serves while the run goes on."""

@@ -1,7 +1,7 @@
 """The charts of a report, made with Bokeh. This is the only file that imports it.
 
-Bokeh is the extra `report` of this package. What the browser runs of it is put into the page, so that nothing is loaded
-from a network.
+Bokeh is in the extra `report` of this package. Its JavaScript is put into the page, so that nothing is loaded from a
+network.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MARK_STYLES = {
     "restart": ("star", "#aa4499"),
     "resume": ("circle", "#7f7f7f"),
 }
-"""Kind of incident -> shape and colour of its mark. Shapes differ: colours are not needed to tell them apart."""
+"""Kind of incident -> shape and colour of its mark. All shapes differ, so that colours are not needed."""
 _TEXT = "#222222"
 _TALL, _FLAT = 320, 240
 
@@ -50,8 +50,8 @@ class Chart:
     """One chart of the page.
 
     Args:
-        name: of its element in the page.
-        title, about: what it shows; read out by screen readers.
+        name: the name of its element in the page.
+        title, about: what the chart shows; screen readers read it out.
         item: the chart as Bokeh's JSON.
     """
 
@@ -62,16 +62,17 @@ class Chart:
 
 
 def bokeh_script() -> str:
-    """The parts of Bokeh that the browser needs, without widgets, tables and formulas, as the text of one script."""
+    """The text of one script with the parts of Bokeh that the browser needs, without widgets, tables and formulas."""
     return "\n".join(Resources(mode="inline", components=["bokeh"], log_level="error").js_raw)
 
 
 def make_charts(columns: Mapping[str, Columns], timeline: Timeline | None, *, unit: str, live: bool) -> list[Chart]:
-    """All charts; the timeline only if it has something to show.
+    """All charts. The timeline is among them only if it has something to show.
 
     Args:
-        unit: of what the run is trained on, "tokens" or "samples".
-        live: the columns will change: all kinds of incidents are in the legends.
+        columns: the result of `columns_of`.
+        unit: the unit of the throughput, "tokens" or "samples".
+        live: True if the columns will change. Then the legends have all kinds of incidents.
     """
     found = [
         _chart("loss", "Loss", "Training and validation loss by step", _loss(_sources(columns), unit, live)),
@@ -92,7 +93,7 @@ def make_charts(columns: Mapping[str, Columns], timeline: Timeline | None, *, un
 
 
 def _sources(columns: Mapping[str, Columns]) -> dict[str, Any]:
-    """The columns as sources of one chart. Charts are drawn one by one, so that each has sources of its own."""
+    """The columns as sources of one chart. Each chart is drawn by itself, and needs sources of its own."""
     return {name: ColumnDataSource({**table}, name=name) for name, table in columns.items()}
 
 
@@ -139,7 +140,7 @@ def _with_legend(plot: Any) -> Any:
 
 
 def _add_marks(plot: Any, sources: Mapping[str, Any], column: str, live: bool) -> None:
-    """A vertical line and a shape on the curve for each incident, whose text is shown under the pointer."""
+    """Add a vertical line and a mark on the curve for each incident. The pointer on a mark shows its text."""
     renderers = []
     for kind in MARKED:
         source = sources[f"marks_{kind}"]

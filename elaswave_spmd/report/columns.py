@@ -1,6 +1,6 @@
 """The columns of numbers that the charts of a report show, by the name of their source.
 
-The charts of a page are drawn once; `watch` sends it these columns again when they have changed.
+The charts of a page are drawn once. When the columns have changed, `watch` sends them to the page again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from elaswave_spmd.run_dir.metrics import MetricsLine
 
 STAGE_COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b3a300", "#7f7f7f")
 KIND_COLORS = {"F": "#0072b2", "B": "#e69f00", "W": "#009e73", "I": "#c8c8c8"}
-_SMOOTHED = 20  # steps that the shown speed is averaged over, at most
+_SMOOTHED = 20  # the most steps that the shown speed is averaged over
 _MOST_MARKS = 1000
 
 Columns = Mapping[str, Sequence[Any] | np.ndarray]
@@ -46,7 +46,7 @@ def columns_of(run: RecordedRun, history: History) -> dict[str, Columns]:
 
 
 def as_json(columns: Mapping[str, Columns]) -> dict[str, dict[str, list[Any]]]:
-    """The columns as plain JSON; numbers that JSON does not have are null."""
+    """The columns as plain JSON. Numbers that are not finite become null."""
     return {
         name: {key: [_plain(value) for value in values] for key, values in table.items()}
         for name, table in columns.items()
@@ -66,7 +66,7 @@ def timeline_columns(timeline: Timeline, kind: str) -> Columns:
 
 
 def _speed(lines: Sequence[MetricsLine]) -> np.ndarray:
-    """Tokens per second at each step, over it and some steps before."""
+    """Tokens per second at each step, averaged over it and up to `_SMOOTHED` - 1 steps before."""
     if not lines:
         return np.zeros(0)
     tokens = np.cumsum([0.0, *(line.tokens for line in lines)])
@@ -107,7 +107,7 @@ def _workers(history: History) -> dict[str, list[Any]]:
 
 
 def _lost(history: History) -> dict[str, list[Any]]:
-    """All causes, also those that have taken no time: the axis of the chart stays the same."""
+    """The seconds and times of all causes. Those that did not occur are included, so that the axis stays the same."""
     known = {lost.cause: lost for lost in history.lost}
     rows = [known.get(cause) for cause in CAUSES]
     return {
@@ -119,7 +119,8 @@ def _lost(history: History) -> dict[str, list[Any]]:
 
 def _moved(history: History) -> dict[str, list[Any]]:
     shown = [incident for incident in history.incidents if incident.bytes_moved or incident.bytes_bound]
-    # An epoch of several kinds (a loss and a join at once) has one line of each kind, all with the bytes of the epoch.
+    # An epoch with several kinds of incidents (a loss and a join at once) has one incident of each kind, and each of
+    # them has the bytes of the whole epoch. Only the first one is shown.
     shown = [i for n, i in enumerate(shown) if n == 0 or i.mesh_epoch != shown[n - 1].mesh_epoch]
     return {
         "step": [incident.step for incident in shown],

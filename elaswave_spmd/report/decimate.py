@@ -1,4 +1,4 @@
-"""Fewer points for a curve that looks the same."""
+"""Reducing the points of a curve so that it looks the same."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import itertools
 import numpy as np
 
 MOST_POINTS = 4000
-"""Points of a curve on the page: more than a screen has columns."""
+"""The most points of a curve on the page: more than a screen has columns."""
 
 
 def kept_points(y: np.ndarray) -> np.ndarray:
     """Indices of the points that are shown: the lowest and the highest of each of MOST_POINTS / 2 equal parts.
 
-    So no peak is lost. The first and the last point are always among them; numbers that are no numbers count as low.
+    So no peak is lost. The first and the last point are always among them. Numbers that are not finite count as lowest.
     """
     if len(y) <= MOST_POINTS:
         return np.arange(len(y))

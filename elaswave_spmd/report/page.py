@@ -1,7 +1,7 @@
-"""The page of a report: one HTML file without references to others.
+"""The page of a report: one HTML file that refers to no other file.
 
-All texts of a run's files are escaped. Beyond that, the page's content security policy lets a browser run only the
-scripts whose hashes are in it, and load nothing.
+All texts from a run's files are escaped. In addition, the page's content security policy allows a browser to run only
+the scripts whose hashes it has, and to load nothing.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from elaswave_spmd.run_dir.listener import GENERATED
 
 _FOLDER = Path(__file__).parent
 _MOST_ROWS = 500
-_SAMPLED_ROWS = 20  # of the table beside a curve
+_SAMPLED_ROWS = 20  # the number of rows in the table beside a curve
 _MOST_SHOWN_RANKS = 16
-_LONG = 20  # characters of a cell that needs more room
+_LONG = 20  # a cell with more characters gets more room
 
 Row = Sequence[str]
 
 
 def page_of(run: RecordedRun, *, live: bool = False) -> str:
-    """The whole page.
+    """The whole page as HTML.
 
     Args:
-        live: the page asks its server for changes, and has no timeline.
+        live: True for a page that asks its server for changes, and has no timeline.
     """
     from elaswave_spmd.report.charts import bokeh_script, make_charts
 
@@ -173,7 +173,7 @@ def _loss_table(run: RecordedRun, history: History) -> str:
 
 
 def _stage_colors(history: History) -> str:
-    """Which colour is which stage."""
+    """The legend of the colours of stages."""
     colors = (f'<li><span class="swatch" data-color="{n}"></span>stage {n}</li>' for n in range(_stages(history)))
     return f'<ul class="legend">{"".join(colors)}</ul>'
 
@@ -230,7 +230,7 @@ def _plans_table(history: History) -> str:
 
 
 def _texts_table(run: RecordedRun) -> str:
-    """The texts that the model generated, the newest first."""
+    """The table of texts that the model generated, newest first."""
     found = [event for event in run.events if event.get("event") == GENERATED]
     rows = [(f"{event.get('step')}", str(event.get("text", ""))) for event in reversed(found)]
     begins = {str(event.get("prompt")) for event in found}
@@ -254,7 +254,7 @@ def _plan_text(plan: Plan | None) -> str:
 
 
 def _table(caption: str, columns: Row, rows: Sequence[Row], note: str = "") -> str:
-    """A table that scrolls by itself where the screen is narrow, by keyboard as well."""
+    """A table with its own scroll bar on narrow screens, which also works by keyboard."""
     if not rows:
         return f"<p>{_text(caption)}: nothing so far.</p>"
     if len(rows) > _MOST_ROWS:
@@ -272,7 +272,7 @@ def _table(caption: str, columns: Row, rows: Sequence[Row], note: str = "") -> s
 
 
 def _class(name: str, text: str) -> str:
-    """A class for the element of a long text, which needs more room."""
+    """The class attribute for an element whose text is long and needs more room; else ""."""
     return f' class="{name}"' if len(text) > _LONG else ""
 
 
@@ -315,23 +315,23 @@ def _ms(value: float | None) -> str:
 
 
 def _text(text: str) -> str:
-    """A text of any origin, for element contents and attributes. A path may have bytes that are no UTF-8."""
+    """A text of any origin, escaped for element contents and attributes. A path may have bytes that are not UTF-8."""
     return html.escape(text.encode("utf-8", "backslashreplace").decode(), quote=True)
 
 
 def _json_in_html(value: object) -> str:
-    """JSON that cannot end the script element it is in."""
+    """The value as JSON that cannot end the script element it is in."""
     return json.dumps(value, ensure_ascii=True).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _script(text: str) -> str:
-    """A script of ours or of Bokeh as it stands in the page; nothing of a run is in it."""
+    """The text of a script of ours or of Bokeh for the page. It has nothing from a run, so it is not escaped."""
     assert "</script" not in text.lower() and "<!--" not in text
     return text
 
 
 def _policy(scripts: Iterable[str], *, live: bool) -> str:
-    """The content security policy: only these scripts run; only a live page loads anything."""
+    """The content security policy: only these scripts may run, and only a live page may load anything."""
     hashes = " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts
     )

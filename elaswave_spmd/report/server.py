@@ -1,9 +1,9 @@
 """The live page of a run on 127.0.0.1.
 
 Every address begins with a random token that only the command's output has, and a request must name this server as its
-host: neither another user of the machine nor a page of the web that a browser shows can read the run. Each connection
-has a thread, since browsers open some that they do not use; answers are made by one at a time, and what has not
-changed is not made again.
+host. So neither another user of the machine nor a web page in the browser can read the run. Each connection has a
+thread, since browsers open connections that they do not use. Only one thread at a time makes an answer, and what has
+not changed is not made again.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from elaswave_spmd.report.recorded import RecordedRun, RunReader
 
 HOST = "127.0.0.1"
 SHARE = 0.01
-"""Of one core, that bringing a page up to date may take."""
+"""The share of one core's time that bringing a page up to date may take."""
 _NAMES = (HOST, "localhost")
-_READ_S = 60.0  # a client that sends nothing for so long is hung up on
+_READ_S = 60.0  # the connection is closed if the client sends nothing for so long
 _HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -42,7 +42,7 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer to a request."""
+    """An answer to a request. `kind` is its content type."""
 
     status: HTTPStatus
     kind: str
@@ -50,15 +50,15 @@ class Answer:
 
 
 class LiveRun:
-    """A run that is looked at while it goes on: its page, and what has changed. Any thread may call it.
+    """The page of a run that goes on, and its changes. Any thread may call it.
 
-    Training shares the machine with the page. So what has changed is made again only when `SHARE` of the time since the
-    last time covers what it took: a long run is brought up to date less often.
+    Training shares the machine with this server. So changes are computed again only so often that this takes at most
+    `SHARE` of the time. As it takes longer for a long run, its page is brought up to date less often.
 
     Args:
         reader: reads the run's files.
-        clock: seconds that pass.
-        spent: seconds of processor time of the calling thread.
+        clock: returns seconds of a clock that never runs backwards.
+        spent: returns the seconds of processor time of the calling thread.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class LiveRun:
         self._next_at = 0.0
 
     def page(self) -> bytes:
-        """The page, which asks for changes."""
+        """The page, which asks this server for changes."""
         with self._lock:
             return page_of(self._reader.read(), live=True).encode()
 
     def changes(self, since: str) -> bytes:
-        """The content of the page, as JSON, or only version and state if the version is `since`."""
+        """The changing content of the page as JSON. Only version and state if its version is still `since`."""
         with self._lock:
             if self._shown is None or self._clock() >= self._next_at:
                 self._look()
@@ -90,7 +90,7 @@ class LiveRun:
             return self._changes
 
     def _look(self) -> None:
-        """Read the files, and make what the page shows if they have changed."""
+        """Read the files, and make the content of the page again if they have changed."""
         began, run = self._spent(), self._reader.read()
         if run is not self._shown:
             history = history_of(run)
@@ -107,7 +107,7 @@ class LiveServer(ThreadingHTTPServer):
 
     Args:
         live: the run.
-        port: 0: any free one.
+        port: the port; 0 for any free one.
 
     Raises:
         OSError: the port is taken.
@@ -125,7 +125,7 @@ class LiveServer(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_port}/{self._token}/"
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that leaves in the middle, as a browser's tab that is closed, is no error; others are shown."""
+        """Ignore the error of a client that leaves in the middle, such as a closed browser tab. Others are shown."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
@@ -153,14 +153,14 @@ class LiveServer(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One connection, with one request. Other methods than GET are answered by 501, as they have no method here."""
+    """One connection with one request. Methods other than GET are answered with 501, as there is no do_* for them."""
 
     timeout = _READ_S
     server_version, sys_version = "elaswave_spmd", ""
 
     def do_GET(self) -> None:
         assert isinstance(self.server, LiveServer)
-        # Names of headers have no case, and some clients write `host`.
+        # Names of headers are case-insensitive, and some clients write `host`.
         answer = self.server.answer(self.path, {"Host": self.headers.get("Host", "")})
         self.send_response(answer.status)
         for name, value in {**_HEADERS, "Content-Type": answer.kind, "Content-Length": str(len(answer.body))}.items():
@@ -169,7 +169,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(answer.body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing is logged: addresses have the token."""
+        """Log nothing, since addresses contain the token."""
 
 
 def _refusal(status: HTTPStatus, why: str) -> Answer:

@@ -1,4 +1,4 @@
-"""The pipeline timeline of a traced run: a window of trace.json around its first incident, as rows of a chart."""
+"""The pipeline timeline of a traced run: a window of trace.json around the first incident, for a chart."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from elaswave_spmd.run_dir.trace import TRACE
 
 KINDS = {"forward": "F", "backward": "B", "weights": "W", "wait": "I"}
 """Category of a slice in trace.json -> its letter."""
-LARGEST_BYTES = 300_000_000  # of a trace that is read: about 2 s
+LARGEST_BYTES = 300_000_000  # a larger trace is not read; this one takes about 2 s
 _MOST_SLICES = 4000
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Work or waiting of one worker, in milliseconds since the window began."""
+    """A piece of work or waiting of one worker, in milliseconds since the window began. `kind` is one of `KINDS`."""
 
     rank: int
     kind: str
@@ -35,7 +35,8 @@ class Timeline:
     """A window of a run's timeline.
 
     Args:
-        note: what the window is, or why there is no timeline.
+        slices: the slices in the window, by the time at which they began.
+        note: a sentence that says what the window is, or why there is no timeline.
     """
 
     slices: tuple[Slice, ...]
@@ -43,11 +44,12 @@ class Timeline:
 
 
 def read_timeline(folder: Path, around_s: float | None, step_s: float) -> Timeline:
-    """The window around a moment: three steps before it, five after.
+    """The window of a run's timeline around a moment: three steps before it, and five after.
 
     Args:
-        around_s: seconds since the run began; None: the first steps.
-        step_s: what a step usually takes.
+        folder: the run's directory.
+        around_s: the moment, in seconds since the run began; None for the first eight steps of the trace.
+        step_s: the usual time of a step, in seconds.
     """
     path = folder / TRACE
     if not os.path.isfile(path):
@@ -57,6 +59,7 @@ def read_timeline(folder: Path, around_s: float | None, step_s: float) -> Timeli
     window = None if around_s is None else (1e3 * (around_s - 3 * step_s), 1e3 * (around_s + 5 * step_s))
     found: list[Slice] = []
     for piece in _read(path):
+        # Without a moment to look at, the window begins with the first slice of the file.
         window = window or (piece.began_ms, piece.began_ms + 8e3 * step_s)
         if piece.ended_ms > window[0] and piece.began_ms < window[1]:
             found.append(piece)
@@ -69,7 +72,7 @@ def read_timeline(folder: Path, around_s: float | None, step_s: float) -> Timeli
 
 
 def _read(path: Path) -> Iterator[Slice]:
-    """The slices of programs and waits; other lines, and lines that cannot be read, are left out."""
+    """The slices of programs and waits, in milliseconds since the run began. All other lines are left out."""
     decoder = msgspec.json.Decoder()
     with open_regular(path) as file:
         for line in file:

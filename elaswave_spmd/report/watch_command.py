@@ -1,4 +1,4 @@
-"""`python -m elaswave_spmd watch RUN`: the page of a run, brought up to date while it goes on."""
+"""`python -m elaswave_spmd watch RUN`: serves the page of a run, and brings it up to date while the run goes on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str], program: str) -> int:
     from elaswave_spmd.report.server import LiveRun, LiveServer
 
     live = LiveRun(reader)
-    live.page()  # what is wrong with the files, or missing here, is said before a browser asks
+    live.page()  # so that malformed files, or a missing Bokeh, are reported before a browser asks
     if not 0 <= options.port <= _MOST_PORT:
         raise ConfigError(f"--port {options.port} is no port", rule=f"0 to {_MOST_PORT}; 0 is any free one")
     try:

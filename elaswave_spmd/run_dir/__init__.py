@@ -1,4 +1,4 @@
-"""Observation: the files of a run, the progress display and TensorBoard. See README.md and docs/run_files.md."""
+"""The files of a run, its progress display and its TensorBoard files. See README.md and docs/run_files.md."""
 
 from __future__ import annotations
 

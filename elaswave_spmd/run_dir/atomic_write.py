@@ -1,4 +1,4 @@
-"""Writing the files of a run: private, whole or not at all, and with errors of the disk as FilesError."""
+"""Writing the files of a run: private to the user, and whole or not at all. Errors of the disk become FilesError."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ from elaswave_spmd.errors import FilesError
 from elaswave_spmd.regular_files import regular_fd
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
-"""The modes of what a run makes, whatever the umask: checkpoints, weights and journal are the user's alone."""
+"""The modes of files and folders that a run makes, whatever the umask. Nobody but the user may read checkpoints,
+weights and journal."""
 READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
-"""Errors of a directory in which this user can make no file, and of a file that it cannot write."""
+"""The errors for a directory in which this user can make no file, and for a file that this user cannot write."""
 
 
 def open_private(path: Path, flags: int) -> int:
-    """Open a file of the run, for its owner alone; made if `flags` say so. Returns the descriptor.
+    """Open a file of the run, and make it private to its owner. Returns the descriptor.
+
+    Args:
+        flags: as for `os.open`; with os.O_CREAT a missing file is made.
 
     Raises:
-        OSError: it cannot be opened, is a pipe or a device, or its mode cannot be set.
+        OSError: the file cannot be opened, is a pipe or a device, or its mode cannot be set.
     """
     fd = regular_fd(path, flags, FILE_MODE)
     try:
@@ -36,10 +40,11 @@ def open_private(path: Path, flags: int) -> int:
 
 
 def make_private_folder(path: Path) -> None:
-    """Make a directory of the run, for its owner alone.
+    """Make a directory of the run that is private to its owner.
 
     Raises:
-        OSError: it cannot be made. FileExistsError: it is there; its mode is left as it is.
+        FileExistsError: the directory exists; its mode is left as it is.
+        OSError: the directory cannot be made.
     """
     path.mkdir(mode=FOLDER_MODE)
     path.chmod(FOLDER_MODE)
@@ -47,10 +52,10 @@ def make_private_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """A block that writes a file of the run.
+    """Context for a block that writes a file of the run.
 
     Raises:
-        FilesError: for an OSError in the block.
+        FilesError: in place of an OSError in the block.
     """
     try:
         yield
@@ -60,10 +65,10 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: Path, *, durable: bool) -> Iterator[Path]:
-    """A block that writes a new version of a file beside it; the new version takes the name when the block ends well.
+    """Context for a block that writes a new version of a file, which takes the file's name if the block succeeds.
 
-    The new file is there, empty and private, when the block begins. Readers find the old version or the new one, never
-    half a file. If the block raises, nothing has changed.
+    The block writes to a file beside it, which exists, empty and private, when the block begins. Readers find the old
+    version or the new one, never half a file. If the block raises, nothing has changed.
 
     Args:
         durable: flush the file to the disk before it gets its name, and the name after it, so that the new version
@@ -77,13 +82,13 @@ def replacing(path: Path, *, durable: bool) -> Iterator[Path]:
     """
     scratch = path.with_name(f".{path.name}.tmp")
     with writing(path):
-        # Always the same name, so that what a process that was killed has left is gone with the next version. Never
-        # opened as it lies there: in a directory of many users it may be a link to a file of this one.
+        # The name is always the same, so that the next version removes what a killed process has left. A file of this
+        # name is never opened: in a directory that other users can write to, it may be a link to a file of this user.
         scratch.unlink(missing_ok=True)
         os.close(open_private(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW))
         try:
             yield scratch
-            scratch.chmod(FILE_MODE)  # a library may have made the file anew
+            scratch.chmod(FILE_MODE)  # a library may have replaced the file
             if durable:
                 _sync(scratch, os.O_RDONLY)
             os.replace(scratch, path)
@@ -94,7 +99,7 @@ def replacing(path: Path, *, durable: bool) -> Iterator[Path]:
 
 
 def append_whole(file: FileIO, data: bytes, *, durable: bool) -> None:
-    """Append to a file, whole or not at all: what was written before an error is cut off again.
+    """Append to a file, whole or not at all: if writing fails, the part that was written is cut off again.
 
     Args:
         file: unbuffered, open for appending.
@@ -116,17 +121,20 @@ def append_whole(file: FileIO, data: bytes, *, durable: bool) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Flush a directory to the disk: files made, renamed or removed in it survive a crash of the machine."""
+    """Flush a directory to the disk, so that new, renamed and removed files in it survive a crash of the machine."""
     _sync(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
 def sync_file(path: Path) -> None:
-    """Flush a file that is there to the disk: what any process has written to it survives a crash of the machine."""
+    """Flush an existing file to the disk, so that everything in it survives a crash of the machine.
+
+    This includes what other processes have written.
+    """
     _sync(path, os.O_RDONLY)
 
 
 def write_all(file: FileIO, data: bytes | memoryview) -> None:
-    """Write all data to an unbuffered file; one system call may write less than it is given."""
+    """Write all data to an unbuffered file, with several system calls if one writes less than it is given."""
     left = memoryview(data)
     while left:
         left = left[file.write(left) :]

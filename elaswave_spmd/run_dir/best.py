@@ -1,4 +1,4 @@
-"""The checkpoint with the lowest validation loss: the order of a run's validated steps, and what is left of them."""
+"""The checkpoint with the lowest validation loss: the order of a run's validated steps, and which weights exist."""
 
 from __future__ import annotations
 
@@ -14,27 +14,31 @@ from elaswave_spmd.run_dir.manifest import MANIFEST
 
 
 def ranked(losses: Mapping[int, float]) -> tuple[int, ...]:
-    """The steps from the lowest loss to the highest; of equal ones the earlier first. NaN comes last."""
+    """The steps from the lowest loss to the highest. Equal losses are in the order of steps, and NaN comes last.
+
+    Args:
+        losses: step -> validation loss.
+    """
     return tuple(sorted(losses, key=lambda step: (losses[step] != losses[step], losses[step], step)))
 
 
 def ranked_steps(run_dir: Path) -> tuple[int, ...]:
-    """The validated steps of a run by its events, from the lowest loss to the highest."""
+    """The validated steps in the events of a run, from the lowest loss to the highest; empty if there are none."""
     try:
         events = read_events(run_dir)
     except DataError:
         return ()
     found = still_valid(events, "validation")
-    # Losses over other micro-batches than the newest one's (train.validate_microbatches) cannot be compared with it.
+    # A loss can be compared with the newest one only if it is over as many micro-batches (train.validate_microbatches).
     number = found[-1]["microbatches"] if found else 0
     return ranked({e["step"]: float_of_hex(e["loss_hex"]) for e in found if e["microbatches"] == number})
 
 
 def best_weights(run_dir: Path, steps: tuple[int, ...], last: int | None) -> tuple[int, str] | None:
-    """The best step of which there are weights in a run's directory, with their path in it; None: of no step.
+    """The best step whose weights are in a run's directory, and their path relative to it. None if there is none.
 
     Args:
-        steps: validated ones, from the lowest loss to the highest.
+        steps: the validated steps, from the lowest loss to the highest.
         last: the last step of a run that has finished, whose weights are in weights.safetensors; else None.
     """
     for step in steps:
@@ -47,7 +51,9 @@ def best_weights(run_dir: Path, steps: tuple[int, ...], last: int | None) -> tup
 
 
 def best_path(run_dir: Path) -> Path:
-    """The checkpoint, or the run's directory itself, whose weights had the lowest validation loss.
+    """The path of the weights with the lowest validation loss: of a checkpoint, or of the run's directory itself.
+
+    The run's directory has the weights of the last step of a run that has finished.
 
     Raises:
         CheckpointError: the run has not validated, or has no checkpoint of a validated step.

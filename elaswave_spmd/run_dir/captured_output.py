@@ -1,6 +1,6 @@
-"""The output of workers while a live view is shown: it goes to a file without a name, and from there above the view.
+"""The output of workers while a live view is shown. It goes to a file without a name, and is then shown above the view.
 
-A file, not a pipe: no worker ever waits for its reader, and none fails when the reader is gone.
+It is a file and not a pipe, so that no worker ever waits for a reader, or fails when the reader is gone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ _AT_ONCE = 1 << 18  # bytes
 
 
 class CapturedOutput:
-    """The file. Processes write at its end, this one reads what is new, which takes no room on the disk any more."""
+    """A file without a name for the output of workers.
+
+    All processes write at its end. This process reads what is new, and frees the disk space of what it has read.
+    """
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="elaswave-output-")  # noqa: SIM115
@@ -31,14 +34,17 @@ class CapturedOutput:
 
     @property
     def streams(self) -> dict[int, int]:
-        """Descriptor of an output stream that is a terminal -> that of the file, which takes its place in workers."""
+        """Descriptor of an output stream -> descriptor of the file, which replaces it in workers.
+
+        It has only those of the streams 1 and 2 that are terminals.
+        """
         return {stream: self.fileno() for stream in (1, 2) if os.isatty(stream)}
 
     def lines(self, *, rest: bool = False) -> list[str]:
-        """The lines that are new, without their ends, a part of them if they are many.
+        """The new lines, without newlines. If there is much output, only some of them; later calls return the others.
 
         Args:
-            rest: all of them, with a last one that has no end.
+            rest: True for all new lines, and a last one that has no newline yet.
         """
         parts = [self._rest]
         while some := os.pread(self.fileno(), _AT_ONCE, self._read):
@@ -47,18 +53,18 @@ class CapturedOutput:
             if not rest:
                 break
         *lines, self._rest = b"".join(parts).split(b"\n")
-        # Bars of progress have no ends of lines: they are cut, not kept for ever.
+        # Progress bars may never end their line, so a line that is too long is returned in parts.
         if self._rest and (rest or len(self._rest) > _AT_ONCE):
             lines.append(self._rest)
             self._rest = b""
         return [line.decode("utf-8", "replace") for line in lines]
 
     def close(self) -> None:
-        """Closing again is allowed. What processes write afterwards is lost."""
+        """Close the file; closing again is allowed. What processes write afterwards is lost."""
         self._file.close()
 
     def _forget(self, number: int) -> None:
-        """Give the room of the next so many bytes back, where the file system can."""
+        """Note that the next `number` bytes were read, and free their disk space if the file system can do that."""
         with contextlib.suppress(AttributeError, OSError):  # fallocate is Linux's; without it the file only grows
             fallocate = ctypes.CDLL(None).fallocate
             fallocate(self.fileno(), _PUNCH_HOLE, ctypes.c_int64(self._read), ctypes.c_int64(number))

@@ -262,7 +262,7 @@ def find_shards(directory: Path) -> tuple[list[ShardInfo], list[tuple[Path, Chec
     Called by a controller that completes a checkpoint whose own controller died before it wrote the manifest.
 
     Returns:
-        The good shards; and (path, error) of the others. One whose error is an UnreadableError may be good.
+        The good shards; and (path, error) of the others. A shard with an UnreadableError may be good.
 
     Raises:
         UnreadableError: the directory cannot be listed now.

@@ -1,4 +1,4 @@
-"""The checkpoints of a run on the disk: completing, finding, reading for any mesh, and removing them.
+"""The checkpoints of a run on the disk: completing, finding and removing them, and reading them for any mesh.
 
 Their format is in docs/run_files.md:
 
@@ -200,7 +200,7 @@ def unfinished_shards(run_dir: str | Path, incarnation: int) -> list[ShardInfo]:
         if has_manifest(directory):
             break
         for path in sorted(directory.glob("shard_*.safetensors")):
-            with contextlib.suppress(CheckpointError):  # damaged, so its pages are missing: nothing to count
+            with contextlib.suppress(CheckpointError):  # a damaged shard does not count: its pages are missing
                 found.append(read_shard(path).info)
     return [shard for shard in found if shard.ballot.incarnation == incarnation]
 
@@ -269,7 +269,7 @@ def prune(
     looks = _Looks()
     precious = _first_good(found, best, keep_best, looks)
     for path in found:
-        # Newest first. To verify a checkpoint is to read it as a whole, so none is verified once enough were good.
+        # Newest first. Verifying a checkpoint reads all of it, so no more are verified once enough were good.
         wanted = num_good < keep or (trusted is not None and step_of(path) <= trusted)
         is_good = looks.is_good(path) if wanted else False
         if is_good:
@@ -354,7 +354,7 @@ def _first_good(paths: Sequence[Path], steps: Sequence[int], number: int, looks:
 
 
 class _Looks:
-    """Finds out whether checkpoints are good, and remembers the answers, as each one is read as a whole for it."""
+    """Finds out whether checkpoints are good, and remembers the answers, since verifying one reads all of it."""
 
     def __init__(self) -> None:
         self._found: dict[Path, bool | None] = {}

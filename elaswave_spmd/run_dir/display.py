@@ -61,7 +61,7 @@ class RunInfo:
         run_dir: the path of the run's directory, or "".
         first_step: the first step to be computed; above 1 if the run is resumed.
         unsurvived: a line about the workers whose simultaneous loss would lose state, or "".
-        stages, layer_cuts, microbatch_counts: the first plan, as in events of mesh epochs; empty if it is not known.
+        stages, layer_cuts, microbatch_counts: the first placement, as in events of mesh epochs; empty if not known.
         unit: the unit in which the speed is shown, "tokens" or "samples".
         without_microbatches: a line about the workers that have no micro-batch, or "".
 
@@ -114,7 +114,7 @@ class Display(Protocol):
     def show_workers(self, workers: WorkersNow) -> None: ...
     def finish(self, summary: Mapping[str, object]) -> None: ...
     def forget(self) -> None:
-        """Drop the lines that wait to be shown, as nobody reads the display any more."""
+        """Drop the lines that wait to be shown, since nobody reads the display any more."""
         ...
 
     def close(self) -> None:
@@ -215,9 +215,9 @@ class LiveDisplay:
     """A display as a view at the bottom of a terminal, which is drawn again and again. Events stay above it, in the
     scroll-back.
 
-    The calling thread draws, at most once in `VIEW_SECONDS`, and so seldom that drawing takes less than `VIEW_SHARE` of
-    its time. Lines that come in between wait for the next drawing. What this process and its workers print meanwhile is
-    shown above the view, too.
+    The calling thread draws it, at most once in `VIEW_SECONDS`, and so rarely that drawing takes less than `VIEW_SHARE`
+    of its time. Lines that come in between are shown with the next drawing. What this process and its workers print
+    meanwhile is shown above the view, too.
 
     Args:
         console: the terminal.
@@ -244,7 +244,7 @@ class LiveDisplay:
         self._progress = Progress("", 0, 1)
         self._workers: WorkersNow | None = None
         self._above: deque[Text] = deque()  # lines to show above the view; any thread that prints adds to it
-        self._due_at = 0.0  # the next drawing is not before this time
+        self._due_at = 0.0  # the view is not drawn again before this time
         self._began = 0.0  # processor time at which the present drawing began
         self._stack = contextlib.ExitStack()
         self._is_open = False
@@ -365,7 +365,7 @@ _LONGEST_LINE = 1 << 16
 
 
 class _LinesAbove(io.TextIOBase):
-    """A stream whose lines are shown above a view. Any thread may print; each line is appended at once."""
+    """A stream whose lines are shown above a view. Any thread may print. A line is added as soon as it is complete."""
 
     def __init__(self, lines: deque[Text]) -> None:
         self._lines = lines
@@ -392,17 +392,17 @@ class _LinesAbove(io.TextIOBase):
 
 def safe_text(line: str) -> Text:
     """A line that a user's code or a worker printed, with its colours but without other commands to the terminal."""
-    # A \r at the end may be part of the end of the line. After any other \r the line was written over from its begin.
+    # A \r at the end may belong to the newline. After any other \r the line is overwritten from its beginning.
     text = Text.from_ansi(line.rstrip("\r").translate(_NO_C1))
     # Remove what rich does not recognise, such as a reset of the terminal or a sequence that is cut off.
     return Text(text.plain.replace("\x1b", "")) if "\x1b" in text.plain else text
 
 
 class LastingDisplay:
-    """A display whose reader may go away: a closed terminal or pipe does not end the run.
+    """A display whose reader may go away, so that a closed terminal or pipe does not end the run.
 
-    From then on nothing is shown, and all other output of this process and of its workers is dropped, too. The run's
-    files have everything.
+    From then on nothing is shown, and all other output of this process and of its workers is dropped as well. The run's
+    files still get everything.
     """
 
     def __init__(self, display: Display) -> None:
@@ -474,7 +474,7 @@ def shows_live(choice: str, console: Console | None = None) -> bool:
         console: the console; None for the standard output.
 
     Raises:
-        ConfigError: the live view is asked for, and the console is not a terminal that can show it.
+        ConfigError: the live view is requested, and the console is not a terminal that can show it.
     """
     # With FORCE_COLOR rich takes any output for a terminal. Colours are fine there, but a moving cursor is not.
     is_screen = sys.stdout.isatty() if console is None else True

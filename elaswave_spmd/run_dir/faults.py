@@ -1,4 +1,4 @@
-"""The count of a run's faults, for its summary, its final table and TensorBoard."""
+"""The counts of a run's faults, for its summary, its final table and TensorBoard."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from collections import Counter
 from collections.abc import Mapping
 
 OF_WORKERS = ("fail", "corrupt", "leave", "join")
-"""Kinds of events that are counted by the workers they name; the others by the event."""
+"""The kinds of events of which each named worker is counted. Events of other kinds count once."""
 UNDISTURBED_STEPS = 50
-"""Steps without a fault whose median is the usual time of a step: more than that is the penalty of a fault."""
+"""The number of steps without a fault whose median is the usual time of a step. What a step takes beyond it is the
+penalty of a fault."""
 KINDS = (*OF_WORKERS, "link", "device", "corruption", "restart", "rollback")
 
 
 class FaultCount:
-    """The faults and changes of workers so far. The controller's thread calls it.
+    """The faults and changes of workers so far. Called by the controller's thread.
 
     Attributes:
-        penalty_seconds: of all `recovered` events together.
+        penalty_seconds: the sum of the penalties of all `recovered` events.
     """
 
     def __init__(self) -> None:
@@ -24,12 +25,12 @@ class FaultCount:
         self.penalty_seconds = 0.0
 
     def add(self, kind: str, fields: Mapping[str, object]) -> dict[str, float]:
-        """Count an event. Returns the scalars that have changed, by name; none for an event that is no fault."""
+        """Count an event. Returns the scalars that have changed, by name; empty if the event is not counted."""
         if kind == "recovered":
             penalty = fields.get("penalty_ms")
             if not isinstance(penalty, (int, float)):
                 return {}
-            # A step may take less time than the usual one: that is no gain of the fault.
+            # The step may have taken less time than usual. That does not make up for other penalties.
             self.penalty_seconds += max(0.0, penalty / 1e3)
             return {"penalty_ms": penalty}
         if kind not in KINDS:
@@ -45,7 +46,7 @@ class FaultCount:
 
 
 def faults_text(faults: Mapping[str, object]) -> str:
-    """The field `faults` of a summary in one line: `1 fail, 1 join, 0.12 s beyond work`; `none`."""
+    """The field `faults` of a summary in one line, such as `1 fail, 1 join, 0.12 s beyond work`, or `none`."""
     counts = [(kind, faults.get(kind)) for kind in KINDS]
     words = [f"{number:,} {kind}" for kind, number in counts if isinstance(number, int) and number]
     penalty = faults.get("penalty_seconds")

@@ -10,17 +10,17 @@ from elaswave_spmd.errors import FilesError
 from elaswave_spmd.regular_files import open_regular
 
 _WITNESS = "epochs.jsonl"
-"""Its first line names the run, and is never written again."""
+"""The file by which a run's directory is recognised: its first line names the run and never changes."""
 
 
 class InPlace:
-    """A directory that may be moved, removed or replaced by another one of that name.
+    """The check of a directory that somebody may move, remove or replace by another one of the same name.
 
-    It is recognised by its device and inode numbers, which costs next to nothing. Some file systems change these by
-    themselves; then the first line of the journal decides, as it names the run.
+    The directory is recognised by its device and inode numbers, which costs nearly nothing. Some file systems change
+    these by themselves. In that case the first line of the journal is compared, which names the run.
 
     Args:
-        folder: the run's directory. If it does not exist yet, the first `check` that finds one remembers it.
+        folder: the run's directory. If it does not exist yet, the first `check` that finds it remembers it.
     """
 
     def __init__(self, folder: str | Path) -> None:

@@ -20,8 +20,8 @@ from elaswave_spmd.run_dir.json_lines import read_json
 
 EPOCHS = "epochs.jsonl"
 ORPHAN_GRACE = "orphan_grace"
-"""Field of the first line of a life whose workers wait to be adopted: seconds that they may live without a controller.
-"""
+"""A field of the first line of a life whose workers wait to be adopted by a later controller: the number of seconds
+that they may live without one."""
 
 _TYPES: dict[str, tuple[type, ...]] = {
     ORPHAN_GRACE: (float, int),
@@ -31,7 +31,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "kinds": (list,),
     "scratch": (str,),
 }
-"""Field -> its types, of the optional fields of a line that a later controller reads."""
+"""The types of the optional fields of a line that a later controller reads, by field."""
 
 
 class Ballot(NamedTuple):

@@ -14,14 +14,15 @@ from elaswave_spmd.regular_files import read_regular, regular_fd
 from elaswave_spmd.run_dir.atomic_write import append_whole, open_private, writing
 
 _DEEPEST = 100
-"""Levels of lists and objects in each other: a run writes a few, and Python's own code ends at about 1000."""
+"""The deepest nesting of lists and objects that is read. A run writes a few levels; Python's reader fails at about
+1000."""
 
 
 class JsonLines:
     """A file of JSON lines, open for appending. A line is handed to the operating system before `append` returns.
 
-    So a line survives the death of this process, though not a crash of the machine. A last line that an earlier crash
-    cut short is removed when the file is opened.
+    So a line survives the end of this process, but perhaps not a crash of the machine. A last line that an earlier
+    crash cut short is removed when the file is opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -72,10 +73,10 @@ def read_json_line(line: bytes, where: str) -> dict[str, Any]:
     """The fields of one line.
 
     Args:
-        where: its name in errors.
+        where: the name of the line in errors.
 
     Raises:
-        DataError: it is not a JSON object that a run can have written.
+        DataError: the line is not a JSON object that a run can have written.
     """
     try:
         fields = read_json(line)
@@ -87,13 +88,13 @@ def read_json_line(line: bytes, where: str) -> dict[str, Any]:
 
 
 def read_json(text: str | bytes) -> Any:
-    """The value of a JSON text as a run writes it: UTF-8, numbers that a float can hold, and few levels.
+    """The value of a JSON text as a run writes it: UTF-8, numbers that a float can hold, and few levels of nesting.
 
-    Python's own reader takes more, and what is made of that (sums, ranges, texts) ends with errors of many kinds: NaN
-    and 1e999, whole numbers that no float can hold, and lists nested without an end, at which it ends itself.
+    Python's own reader accepts more: NaN and 1e999, and whole numbers that no float can hold. These would lead to all
+    kinds of errors where the values are used. Very deep nesting makes the reader itself fail.
 
     Raises:
-        ValueError: it is no such text.
+        ValueError: the text is malformed, or has such values.
     """
     try:
         value = _DECODER.decode(text if isinstance(text, str) else text.decode())
@@ -104,10 +105,10 @@ def read_json(text: str | bytes) -> Any:
 
 
 def float_of_hex(text: object) -> float:
-    """The number that `float.hex` has written.
+    """The number whose `float.hex` is this text.
 
     Raises:
-        ValueError: this is no such text, or its number is larger than any float.
+        ValueError: the text is malformed, or its number is larger than any float.
     """
     try:
         return float.fromhex(str(text))
@@ -121,7 +122,7 @@ def is_count(value: object) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """True for a number as JSON has them: true and false are none."""
+    """True for an int or a float. A bool does not count as a number, as in JSON."""
     return type(value) in (int, float)
 
 
@@ -156,7 +157,7 @@ _DECODER = json.JSONDecoder(parse_float=_finite, parse_int=_whole, parse_constan
 
 
 def plain(value: object) -> Any:
-    """The value in JSON's own types: tuples become lists, numpy scalars numbers, nan and inf their names, others text.
+    """The value in JSON's own types: tuples and sets become lists, numpy scalars numbers, and unknown types text.
 
     nan and inf become text because JSON has no numbers for them, and readers other than Python's refuse them.
     """

@@ -1,4 +1,4 @@
-"""The interface of a listener to a run, beside its files and its display: its user's callbacks are one."""
+"""The interface of a listener, which hears of a run what its files and display get. The user's callbacks are one."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from elaswave_spmd.run_dir.display import RunInfo
 from elaswave_spmd.run_dir.metrics import MetricsLine
 
 CALLBACK = "callback"
-"""The kind of the events about callbacks."""
+"""The kind of events about callbacks."""
 GENERATED, NOT_GENERATED = "generated", "not_generated"
-"""The kinds of the events about texts that the model generates."""
+"""The kinds of events about texts that the model generates."""
 
 News: TypeAlias = Mapping[str, object]
-"""The fields of an event. `event` is its kind; without it the event is about a callback."""
+"""The fields of an event. The field `event` is its kind, and may be left out for an event about a callback."""
 
 
 class RunListener(Protocol):
-    """Hears what a run writes and shows, on the controller's thread. Its methods neither wait nor raise."""
+    """An object that is told what a run writes and shows. Called by the controller's thread; must not wait or raise."""
 
     def started(self, info: RunInfo) -> None: ...
     def step(self, line: MetricsLine) -> None: ...
@@ -26,12 +26,12 @@ class RunListener(Protocol):
     def validation(self, step: int, loss: float, num_microbatches: int, metrics: Mapping[str, float]) -> None: ...
     def finished(self, summary: Mapping[str, object]) -> None: ...
     def pop_news(self) -> Sequence[News]:
-        """The fields of events about the listener itself, which only the run may write."""
+        """Return the fields of new events about the listener itself, and clear them. The run writes these events."""
         ...
 
 
 class Listeners:
-    """Several listeners as one, in order."""
+    """Several listeners as one. They are called in order."""
 
     def __init__(self, listeners: Sequence[RunListener]) -> None:
         self._listeners = listeners

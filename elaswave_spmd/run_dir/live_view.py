@@ -1,7 +1,7 @@
-"""The lines of the live view of a run, for a terminal of any size. Pure: values in, lines out.
+"""The lines of the live view of a run, for a terminal of any size, as a pure function of values.
 
-A grid of stages and workers where there is room for it; else a line for each worker; else a line for each stage with
-the number of its workers in each state; in a very small terminal the step and the loss alone.
+The view has a grid of stages and workers if there is room for it; else one line for each worker; else one line for each
+stage, with the number of its workers in each state. In a very small terminal it has only the step and the loss.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from elaswave_spmd.run_dir.workers_now import (
     WorkersNow,
 )
 
-# State -> symbol, the same in ASCII, style. Words say the same as colours: a view without colours lacks nothing.
+# State -> (symbol, symbol in ASCII, style). The state is also shown as a word, so that colours are not needed.
 _LOOKS = {
     TRAINING: ("●", "*", "green"),
     STARTING: ("◌", ".", "dim"),
@@ -43,7 +43,7 @@ _LOOKS = {
     LOST: ("✗", "x", "bold red"),
 }
 _GAP = 2  # cells between two columns
-_LEAST_CURVE = 8  # cells: a shorter curve shows nothing
+_LEAST_CURVE = 8  # cells; a shorter curve would show nothing
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,14 @@ class Progress:
     """The progress of a run, as far as it is known.
 
     Args:
-        title: the run in words, such as its model.
-        step: that was committed last; 0: none.
-        loss, lr, workers: of that step; None: there is none.
-        validation: the newest validation loss, and after which step; None: there is none.
-        unit: of what is trained on, "tokens" or "samples", which the speed counts.
+        title: the name of the run, such as its model.
+        step: the last committed step; 0 if there is none.
+        total_steps: the number of the last step of the run.
+        loss, lr, workers: those of the last committed step; None if there is none.
+        validation: (step, loss) of the newest validation; None if there is none.
+        tokens_per_second: the speed, in `unit` per second; 0 if it is not known.
+        left: the time that is left, as text; "" if it is not known.
+        unit: the unit of the speed, "tokens" or "samples".
     """
 
     title: str
@@ -76,9 +79,9 @@ def render(
     """The lines of the view.
 
     Args:
-        now: the workers; None: they are not shown (any more).
+        now: the workers; None if they are not shown, as after the end of a run.
         size: the most cells of a line, and the most lines.
-        ascii_only: the terminal has no other characters.
+        ascii_only: True if the terminal has only ASCII characters.
     """
     width, height = size
     status = _status(progress, width, ascii_only=ascii_only)
@@ -114,7 +117,7 @@ def _curve(curve: LossCurve, width: int, *, ascii_only: bool) -> list[Text]:
 
 
 def _status(progress: Progress, width: int, *, ascii_only: bool) -> list[Text]:
-    """Step, a bar and the time left; then the figures, on as many lines as they need."""
+    """A line with the step, a progress bar and the time left; then the figures, on as many lines as they need."""
     done = progress.step / progress.total_steps
     step, share = f"step {progress.step}/{progress.total_steps} ", f" {int(100 * done)} %"
     share += f"  {progress.left} left" if progress.left else ""
@@ -134,7 +137,7 @@ def _status(progress: Progress, width: int, *, ascii_only: bool) -> list[Text]:
 
 
 def _wrapped(parts: Iterable[str], width: int) -> list[str]:
-    """Parts, on lines of at most `width` where they fit."""
+    """The parts on lines of at most `width` cells. A part that is longer has a line of its own."""
     lines: list[str] = []
     for part in parts:
         if lines and len(lines[-1]) + _GAP + len(part) <= width:
@@ -152,7 +155,7 @@ def _workers(now: WorkersNow, width: int, room: int, *, ascii_only: bool) -> lis
     groups = [(f"stage {stage}", _layers(now, stage), now.of_stage(stage)) for stage in range(now.num_stages)]
     if beside := now.of_stage(None):
         groups.append(("beside the mesh", "", beside))
-    # Before anything is laid out: a view of thousands of workers must not cost more than one of ten.
+    # Checked before any layout, so that a view of thousands of workers does not cost more than one of ten.
     if len(now.workers) <= room * max(1, width // 8):
         for form in (_grid, _list):
             lines = form(groups, width, ascii_only=ascii_only)
@@ -171,7 +174,7 @@ def _layers(now: WorkersNow, stage: int) -> str:
 
 
 def _grid(groups: Sequence[_Group], width: int, *, ascii_only: bool) -> list[Text]:
-    """A row for each stage, of several lines if need be."""
+    """A row for each stage, on several lines if it is too long for one."""
     label = max(len(f"{name}  {layers}".rstrip()) for name, layers, _ in groups)
     cells = [[_cell(worker, ascii_only=ascii_only) for worker in workers] for _, _, workers in groups]
     widest = max((cell.cell_len for row in cells for cell in row), default=1)
@@ -200,7 +203,7 @@ def _list(groups: Sequence[_Group], width: int, *, ascii_only: bool) -> list[Tex
 
 
 def _cell(worker: WorkerNow, *, ascii_only: bool) -> Text:
-    """A worker: rank, state, micro-batches and speed."""
+    """The text for one worker: rank, state, number of micro-batches, and speed."""
     symbol, plain, style = _LOOKS[worker.state]
     cell = Text.assemble((plain if ascii_only else symbol, style), f" {worker.rank} ", (worker.state, style))
     if worker.stage is not None and not worker.is_gone:
@@ -211,7 +214,7 @@ def _cell(worker: WorkerNow, *, ascii_only: bool) -> Text:
 
 
 def _counts(groups: Sequence[_Group], room: int) -> list[Text]:
-    """A line for each stage, "stage 3: 128 training, 1 lost"; those that have no room, together."""
+    """A line for each stage, such as "stage 3: 128 training, 1 lost". Stages without room share the last line."""
     shown = groups if len(groups) <= room else groups[: room - 1]
     lines = [_counted(f"{name}: ", workers) for name, _, workers in shown]
     if rest := groups[len(shown) :]:

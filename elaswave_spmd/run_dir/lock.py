@@ -1,8 +1,9 @@
 """The lock on a run's directory: a run has one controller at a time.
 
 The lock keeps a second controller out while the first one lives. The journal (journal.py) outlives both, and keeps a
-controller from using mesh epochs that an earlier controller of the run has used. A second lock is held by the workers:
-they outlive a controller that was killed, and write their state for the next one, which waits for it.
+controller from using mesh epochs that an earlier controller of the run has used. A second lock is held by the workers.
+They outlive a controller that was killed, and write their state for the next controller, which waits until they have
+ended.
 """
 
 from __future__ import annotations
@@ -23,39 +24,41 @@ from elaswave_spmd.run_dir.atomic_write import open_private, writing
 
 LOCK = "controller.lock"
 WORKERS_LOCK = "workers.lock"
-"""Shared by the fork server of the controller's machine and by its workers."""
+"""The file whose lock is held by the fork server of the controller's machine, and by the workers that it started."""
 _POLL_S = 0.05
 _WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
-"""Errors of flock on file systems that have none, and of NFS whose server of locks is not there."""
+"""The errors of flock on file systems without locks, and on NFS without a lock server."""
 
 
 class RunLock:
     """An exclusive lock on a run's directory. It lasts until `close`, or until this process ends, however it ends.
 
-    The file descriptor is not inherited by programs that this process starts, and not kept by processes that code of
-    the user forks from it: one that outlives its controller would keep the lock.
+    Programs that this process starts do not inherit the file descriptor, and processes that the user's code forks close
+    it. Otherwise such a process could outlive the controller and keep the lock.
 
     Attributes:
-        was_left: the last controller has not given it up: it was killed, and workers may wait for the next one.
+        was_left: True if the last controller did not release the lock. Then it was killed, and workers may wait for the
+            next controller.
     """
 
     def __init__(self, path: Path, fd: int, left: bytes = b"") -> None:
         self.path = path
         self.was_left = bool(left)
         self._fd = fd
-        self._left = left  # the content of the file when this process has locked it
+        self._left = left  # the content of the file when this process locked it; empty after a regular end
         call_in_forks(self._drop)
 
     def life_began(self) -> None:
-        """This process has begun a life of the run, or goes on with one: what was left is its own from now on."""
+        """Note that this process now drives the run: `close` empties the lock file from now on, even if it was left."""
         self._left = b""
 
     def close(self) -> None:
         """Release the lock; closing again is allowed.
 
-        The file stays. If it were removed, a process that had opened it before and one that makes it anew would each
-        lock a file of their own. It is emptied, which tells that no worker waits. But if it was left by a controller
-        that was killed, and this process has not come so far that it drives the run, it is as it was.
+        The file is not removed. Otherwise one process could lock the removed file, which it had opened before, and
+        another process a new file of that name. The file is emptied, as a sign that no worker waits for a controller.
+        But if a controller that was killed has left it, and this process has not begun to drive the run (`life_began`),
+        its old content is restored.
         """
         if self._fd >= 0:
             with contextlib.suppress(OSError):
@@ -64,7 +67,7 @@ class RunLock:
             self._drop()
 
     def _drop(self) -> None:
-        """Close the descriptor. The lock is kept by processes that have it, too."""
+        """Close the descriptor. The lock is released once no other process has a copy of the descriptor."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -82,8 +85,8 @@ def lock_run_dir(path: str | Path) -> RunLock:
     """Lock a run's directory, without waiting.
 
     Raises:
-        ConfigError: another process has locked it; the error names that process where its number can be read. Or its
-            file system has no locks, or something else has the name of the lock file.
+        ConfigError: another process has locked it (the error names the process if its number can be read), the file
+            system has no locks, or the lock file is not a regular file.
         FilesError: the lock file cannot be written.
     """
     file = Path(path) / LOCK
@@ -92,7 +95,7 @@ def lock_run_dir(path: str | Path) -> RunLock:
             fd = open_private(file, os.O_RDWR | os.O_CREAT)
         try:
             take_flock(fd, path)
-            left = os.pread(fd, 32, 0)  # by now nobody else has it: what it says is what a death has left
+            left = os.pread(fd, 32, 0)  # locked now, so any content was left by a controller that was killed
             number = f"{os.getpid()}\n".encode()
             os.pwrite(fd, number, 0)
             os.ftruncate(fd, len(number))  # never empty in between: this process may be killed here
@@ -115,10 +118,10 @@ def lock_run_dir(path: str | Path) -> RunLock:
 
 @contextlib.contextmanager
 def _refusing_others(file: Path) -> Iterator[None]:
-    """A `with` that opens a lock file, which is refused if it is a pipe, a device or a directory.
+    """Context in which a lock file is opened.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: it is a pipe, a device or a directory.
     """
     try:
         yield
@@ -158,19 +161,19 @@ def take_flock(fd: int, path: str | Path) -> None:
 
 
 def workers_live(path: str | Path) -> bool:
-    """True if workers live that were started on this machine, or their fork server."""
+    """True if workers that an earlier controller started on this machine still live, or their fork server."""
     return not _is_free(Path(path) / WORKERS_LOCK)
 
 
 def wait_for_workers(path: str | Path, seconds: float, on_wait: Callable[[], object]) -> None:
-    """Wait until no worker of an earlier controller lives that was started on this machine.
+    """Wait until all workers have ended that an earlier controller started on this machine.
 
     Args:
-        seconds: that they may take: they write their state, or are killed.
+        seconds: the longest time to wait. In this time they write their state, or are killed.
         on_wait: called once, if there is something to wait for.
 
     Raises:
-        ConfigError: they still live.
+        ConfigError: some still live after that time.
     """
     deadline = time.monotonic() + seconds
     waits = False
@@ -193,7 +196,7 @@ def _is_free(file: Path) -> bool:
     """True if nobody holds the lock.
 
     Raises:
-        ConfigError: something else than a file has this name.
+        ConfigError: it is not a regular file, or the file system has no locks.
         FilesError: the file cannot be opened.
     """
     try:

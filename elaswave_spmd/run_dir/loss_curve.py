@@ -10,17 +10,17 @@ _MOST_POINTS = 512
 
 
 class LossCurve:
-    """The losses of a run. Neighbours are averaged when there are too many, so that the curve spans the whole run."""
+    """The losses of a run. If there are too many, neighbours are averaged, so that the curve still spans the run."""
 
     def __init__(self) -> None:
-        self._points: list[tuple[float, int]] = []  # sum and number of the losses of so many steps
+        self._points: list[tuple[float, int]] = []  # (sum, number) of the finite losses of `_steps_per_point` steps
         self._steps_per_point = 1
         self._steps_in_last = 0
         self.first = math.nan
         self.last = math.nan
 
     def add(self, loss: float) -> None:
-        """The loss of the next step. One that is not finite leaves a gap."""
+        """Add the loss of the next step. A loss that is not finite leaves a gap."""
         if math.isnan(self.first):
             self.first = loss
         self.last = loss
@@ -36,7 +36,10 @@ class LossCurve:
         self._steps_in_last = 1
 
     def line(self, width: int, *, ascii_only: bool = False) -> str:
-        """The curve as at most `width` characters, from the least to the greatest value; "?": no finite loss."""
+        """The curve as at most `width` characters, scaled from the least to the greatest value.
+
+        A part of the run without a finite loss is shown as "?".
+        """
         values = self._means(width)
         known = [value for value in values if value is not None]
         if not known:
@@ -47,7 +50,7 @@ class LossCurve:
         return "".join("?" if value is None else levels[round((value - low) * scale)] for value in values)
 
     def _means(self, width: int) -> list[float | None]:
-        """The means of at most `width` ranges of steps of about the same length."""
+        """The means of at most `width` ranges of steps of about the same length; None for one without a finite loss."""
         number = len(self._points)
         size = max(1, min(width, number))
         found: list[float | None] = []

@@ -1,6 +1,6 @@
 """The manifest of a durable checkpoint: what was saved, of which run, in which shards (docs/run_files.md).
 
-It is written last, so a checkpoint exists from the moment when its manifest does. A manifest whose shards do not hold
+The manifest is written last, so a checkpoint exists as soon as its manifest does. A manifest whose shards do not hold
 every page of state exactly once cannot be constructed.
 """
 
@@ -34,9 +34,9 @@ class SavedLayer:
     """The pages of one layer's state, as they were when it was saved.
 
     Args:
-        page_size: elements of a page; the last page of a block may be shorter.
+        page_size: the number of elements of a page. The last page of a block may be shorter.
         blocks: (first page, number of pages, first element, stop element), ascending and without gaps.
-        frozen_from: the first frozen page, behind all that are trained; None: there is none.
+        frozen_from: the first frozen page, which comes after all trained pages; None if there is none.
     """
 
     page_size: int
@@ -48,7 +48,7 @@ class SavedLayer:
         return sum(pages for _, pages, _, _ in self.blocks)
 
     def is_frozen(self, page: int) -> bool:
-        """True if a page has a master alone."""
+        """True if a page is frozen, so that its only kind of state is the master."""
         return self.frozen_from is not None and page >= self.frozen_from
 
     def span(self, first: int, stop: int) -> tuple[int, int]:
@@ -67,7 +67,8 @@ class SavedLayer:
 def layout_fingerprint(layout: ModelLayout) -> dict[str, Any]:
     """The parts of a layout that decide where each parameter's state lies and how it is updated, as plain JSON."""
     return {
-        # Only where there are frozen parameters. First, so that another set of them is the first difference shown.
+        # Left out if no parameter is frozen. It comes first, so that an error shows another set of frozen parameters
+        # before the differences that follow from it.
         **({"frozen": list(layout.frozen)} if layout.frozen else {}),
         "page_size": layout.page_size,
         "layers": [
@@ -81,7 +82,7 @@ def layout_fingerprint(layout: ModelLayout) -> dict[str, Any]:
                         "start": s.start,
                         "decay": s.parameter.decay,
                         "lr_scale": s.parameter.lr_scale,
-                        # Only where a group says so: what earlier versions have saved lacks it.
+                        # Only if a group of parameters has one, since manifests of earlier versions do not have it.
                         **({} if s.parameter.weight_decay is None else {"weight_decay": s.parameter.weight_decay}),
                     }
                     for b in layer.state_blocks
@@ -109,19 +110,19 @@ class Manifest:
     """The description of a checkpoint.
 
     Args:
-        run: id of the run.
-        step: version of the state.
-        ballot: incarnation and mesh epoch of the checkpoint. Its shards have this incarnation and no later epoch.
-        last_committed: step of the last metrics line when it was written, at least `step`.
+        run: the id of the run.
+        step: the version of the state.
+        ballot: the incarnation and mesh epoch of the checkpoint. Its shards have this incarnation and no later epoch.
+        last_committed: the step of the last metrics line when the manifest was written, at least `step`.
         identity: the settings and versions that the run's bits depend on; see run_identity.py.
         layout: see `layout_fingerprint`.
-        kinds: kinds of state: "master", which comes first, and those of the optimizer.
+        kinds: the kinds of state: first "master", then those of the optimizer.
         shards: the shards. A page range may be in several of them; it is read from the first.
-        validation: step and loss of the newest validation since this controller started, or None.
+        validation: the step and loss of the newest validation since this controller started, or None.
 
     Raises:
-        CheckpointError: a shard of another run, step or incarnation, or of a later epoch; pages that are missing, or
-            that are in two different page ranges.
+        CheckpointError: a shard is of another run, step or incarnation, or of a later epoch; or pages are missing, or
+            are in two different page ranges.
         TypeError, ValueError: `identity`, `layout` or `validation` are not plain JSON.
     """
 
@@ -164,7 +165,7 @@ class Manifest:
         )
 
     def kinds_of(self, pages: PageRange) -> tuple[str, ...]:
-        """The kinds of state that a page range has: a frozen one has the first, the master, alone."""
+        """The kinds of state that a page range has. A frozen one has only the first kind, the master."""
         return self.kinds[:1] if self.layers[pages[0]].is_frozen(pages[1]) else self.kinds
 
     @cached_property
@@ -229,10 +230,10 @@ class Manifest:
 
 
 def sets_of_shards(shards: Collection[ShardInfo]) -> Iterator[tuple[ShardInfo, ...]]:
-    """The sets of a step's shards that may make a checkpoint: all, then those of each mesh epoch, newest first.
+    """The sets of a step's shards that may make up a checkpoint: all, then those of each mesh epoch, newest first.
 
-    A step may be written in several mesh epochs, and these may have cut pages differently: then a page is in two page
-    ranges, and a checkpoint can be made of the shards of one of them alone.
+    The shards of a step may be written in several mesh epochs, with different page ranges. Then a page may be in two
+    different page ranges, and only the shards of one epoch can make up a checkpoint.
     """
     yield tuple(shards)
     ballots = sorted({shard.ballot for shard in shards}, reverse=True)

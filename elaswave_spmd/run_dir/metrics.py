@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from elaswave_spmd.errors import DataError
 from elaswave_spmd.run_dir.json_lines import float_of_hex, is_count, is_number
 
-_SHOWN = 500  # characters of a line that is none, in its error
+_SHOWN = 500  # characters of a malformed line that its error shows
 
 
 @dataclass(frozen=True)
@@ -18,23 +18,23 @@ class MetricsLine:
     """One committed step; a line of metrics.jsonl.
 
     Attributes:
-        step: counts from 1.
-        mesh_epoch: epoch of the mesh on which the step committed.
-        loss: mean cross entropy per target token of the global batch, nats; or what the model's loss is, per sample or
-            per weight.
-        loss_hex: `float.hex` of it; two runs agree if these agree.
-        grad_norm: global norm of the gradient before clipping.
-        grad_norm_hex: `float.hex` of it.
-        lr: learning rate of the step.
-        tokens: target tokens of the global batch; its samples, if these are no tokens.
-        seconds: wall time since the previous commit; for the first step, since it began.
-        workers: members of the mesh when the step committed.
-        data_seconds: seconds that a worker waited for samples of the step, of the worker that waited longest; None: of
-            data that nobody waits for, or of a step of an earlier version.
-        weight: of the loss, over the global batch; None if losses have none.
+        step: the number of the step, from 1.
+        mesh_epoch: the epoch of the mesh on which the step committed.
+        loss: the mean cross entropy per target token of the global batch, in nats; for other models their loss per
+            sample, or per unit of weight.
+        loss_hex: the loss as `float.hex` gives it. Two runs agree if these agree.
+        grad_norm: the global norm of the gradient before clipping.
+        grad_norm_hex: the norm as `float.hex` gives it.
+        lr: the learning rate of the step.
+        tokens: the number of target tokens of the global batch; for other data, of its samples.
+        seconds: the wall time since the previous commit; for the first step, since it began.
+        workers: the number of members of the mesh when the step committed.
+        data_seconds: the longest time that a worker waited for samples of the step. None if nobody waits for the data,
+            or if an earlier version of this package has written the line.
+        weight: the weight of the loss, over the global batch; None if losses have none.
 
     Raises:
-        ValueError: a number out of range, or a hex form of another number.
+        ValueError: a number is out of range, or a hex form is of another number.
     """
 
     step: int
@@ -91,7 +91,7 @@ class MetricsLine:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """The fields as plain JSON. JSON has no nan or inf: such a loss is null; its hex form tells which."""
+        """The fields as plain JSON, which has no nan or inf: such a loss or norm is null, and its hex form has it."""
         fields = dataclasses.asdict(self)
         if self.data_seconds is None:
             del fields["data_seconds"]
@@ -107,10 +107,10 @@ class MetricsLine:
         """Inverse of `to_dict`. The floats are taken from their hex forms.
 
         Args:
-            where: name of the line in errors.
+            where: the name of the line in errors.
 
         Raises:
-            DataError: not a metrics line.
+            DataError: the fields are not those of a metrics line.
         """
         try:
             optional = ("data_seconds", "weight")
@@ -120,7 +120,7 @@ class MetricsLine:
             known["loss"] = float_of_hex(known["loss_hex"])
             known["grad_norm"] = float_of_hex(known["grad_norm_hex"])
             if known.get("weight") is not None:
-                known["weight"] = float(str(known["weight"]))  # JSON has no nan or inf: such a weight is a text
+                known["weight"] = float(str(known["weight"]))  # nan and inf are written as text
             for name in ("step", "mesh_epoch", "tokens", "workers"):
                 if not is_count(known[name]):
                     raise ValueError(f"{name} is not a count")

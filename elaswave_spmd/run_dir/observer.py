@@ -1,4 +1,4 @@
-"""Everything that a run shows or writes about itself, behind one object that one thread calls."""
+"""One object for everything that a run shows or writes about itself: files, display, TensorBoard, and a listener."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class RunObserver:
     Called by the controller's thread. Methods that write raise FilesError when the run's files cannot be written.
 
     Args:
-        run_dir: open directory of the run; closed by `close`.
-        display: default is the live view on a terminal, plain lines elsewhere.
-        board: write TensorBoard files into the run's directory.
-        now: seconds since 1970, for events.
-        listener: hears all of it as well; None: nobody does.
+        run_dir: the open directory of the run; closed by `close`.
+        display: the display. The default is the live view on a terminal, and plain lines elsewhere.
+        board: True to write TensorBoard files into the run's directory.
+        now: returns the seconds since 1970, for events.
+        listener: is told everything as well; None for no listener.
 
     Attributes:
         last: the line of the last committed step, or None.
@@ -66,8 +66,8 @@ class RunObserver:
         self._known: dict[int, MetricsLine] = {}
         self._known_validations: dict[tuple[int, int], str] = {}
         self._written = 0  # the last step whose line is in this directory already
-        self._validations_are_written = False  # those known are in this directory already
-        self._why_no_costs = ""  # by the last try
+        self._validations_are_written = False  # the known validations are in this directory already
+        self._why_no_costs = ""  # why costs.json could not be written the last time
         self.recent_events: deque[dict[str, object]] = deque(maxlen=_RECENT_EVENTS)
 
     def expect(
@@ -85,11 +85,11 @@ class RunObserver:
 
         Args:
             lines: step -> its line in metrics.jsonl.
-            validations: (step, micro-batches) -> `loss_hex` of the validation. One over other micro-batches, since the
-                resumed run has another train.validate_microbatches, is another number and is not compared.
+            validations: (step, number of micro-batches) -> `loss_hex` of the validation. If the resumed run validates
+                on another number of micro-batches (train.validate_microbatches), its losses are not compared.
             first: the first step that is computed again.
-            same: the run goes on in the directory that it began in, so that all lines are in its files already;
-                otherwise only the lines before `first` are.
+            same: True if the run goes on in the directory that it began in, so that all lines are in its files already.
+                Otherwise only the lines before `first` are.
         """
         self._known = {step: line for step, line in lines.items() if step >= first}
         self._known_validations = dict(validations)
@@ -149,7 +149,7 @@ class RunObserver:
             self._listener.event(kind, now, text, fields)
 
     def on_news(self) -> None:
-        """Report what there is to say about the listener: it may not write by itself."""
+        """Report the events about the listener itself, which it may not write."""
         if self._listener is not None:
             for news in self._listener.pop_news():
                 fields = dict(news)
@@ -161,8 +161,9 @@ class RunObserver:
         """Report the validation loss after `step`: event `validation`, a line of the display, scalars.
 
         Args:
-            num_microbatches: the loss is the mean over so many micro-batches, the first ones of the held-out split.
-            metrics: of the model, by name, over the same micro-batches.
+            num_microbatches: the number of micro-batches that the loss is the mean over. They are the first ones of the
+                held-out split.
+            metrics: the metrics of the model, by name, over the same micro-batches.
 
         Raises:
             RunError: the run is resumed, and the loss has other bits than the first time.
@@ -184,7 +185,7 @@ class RunObserver:
         self._display.validation(step, loss, metrics)
 
     def on_costs(self, text: str) -> None:
-        """Write costs.json. Where that fails the run goes on: event `no_costs`, once until it is written again."""
+        """Write costs.json. If that fails the run goes on: event `no_costs`, once until the file is written again."""
         why = self.run_dir.write_costs(text)
         if why and not self._why_no_costs:
             message = f"costs.json cannot be written, and stays as it was: {why}"
@@ -193,11 +194,11 @@ class RunObserver:
 
     @property
     def wants_workers(self) -> bool:
-        """True if the display would show the state of the workers now. Cheap enough to be asked after every event."""
+        """True if the display would show the state of the workers now. Cheap enough to be read after every event."""
         return self._display.wants_workers
 
     def on_workers(self, workers: WorkersNow) -> None:
-        """Show the state of the workers. It is written nowhere."""
+        """Show the state of the workers. It is not written to any file."""
         self._display.show_workers(workers)
 
     def on_finish(
@@ -208,13 +209,14 @@ class RunObserver:
     ) -> None:
         """Report the end of the last step, and write weights.safetensors and then summary.json.
 
-        The summary is the sign by which everybody knows that a run has its result, a supervisor as well as
-        `train.resume`. Without room for the weights there is none, and the run goes on from its newest checkpoint.
+        The summary is the sign that a run has its result, both for a supervisor and for `train.resume`. If the weights
+        cannot be written, there is no summary, and the run can be resumed from its newest checkpoint.
 
         Args:
-            summary: fields of summary.json.
+            summary: the fields of summary.json.
             weights: float32 arrays by parameter name.
-            averages: the same of their averages, for weights_ema.safetensors; None: there are none.
+            averages: the averages of the parameters in the same form, for weights_ema.safetensors; None if there are
+                none.
         """
         self.run_dir.write_weights(weights)
         if averages is not None:
@@ -229,8 +231,8 @@ class RunObserver:
     def on_stop(self, error: BaseException) -> None:
         """Report that an error ends the run: event `stop`, unless the run had finished.
 
-        Bad input is not shown here: the command shows all of it. Raises nothing, so that a full disk does not hide the
-        error that ended the run.
+        A UserError is only written to the files, since the command itself shows all of it. This method raises nothing,
+        so that a full disk does not hide the error that ended the run.
         """
         if not self._finished:
             with contextlib.suppress(Exception):

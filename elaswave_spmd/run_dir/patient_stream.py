@@ -1,7 +1,7 @@
 """An output stream whose reader may be slow: a stopped terminal (Ctrl-S), or a pager that nobody scrolls.
 
-A process that writes to such an output normally blocks until it is read. The controller must not block, as all workers
-end without it.
+A process that writes to such an output normally blocks until somebody reads it. The controller must not block, because
+workers that do not hear from it end themselves.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from typing import IO, TextIO
 
 from elaswave_spmd.ready import is_any_ready
 
-_MOST = 1 << 22  # bytes that may wait to be sent before lines are left out
-_PATIENCE_S = 10.0  # `drain` gives up when nothing was taken for this many seconds
+_MOST = 1 << 22  # the number of bytes that may wait to be sent before lines are left out
+_PATIENCE_S = 10.0  # `drain` gives up if the output takes nothing for this many seconds
 
 
 class PatientStream(io.TextIOBase):
-    """A terminal or pipe that is written to without blocking: what it does not take now is sent by a later write.
+    """A terminal or pipe that is written to without blocking. What it does not take now is sent by a later write.
 
-    The output is opened a second time for this: O_NONBLOCK belongs to the open file, and the original one is shared
-    with the shell. If more than 4 MiB wait, lines are left out, and a note before the next line says how many.
+    The output is opened a second time for this, because O_NONBLOCK is set for an open file, and the original open file
+    is shared with the shell. If more than 4 MiB wait, lines are left out, and a note before the next line says how
+    many.
 
     Raises:
         OSError: the output cannot be opened again, as it is a socket, or the system is not Linux.
@@ -34,7 +35,7 @@ class PatientStream(io.TextIOBase):
         self._file = os.open(f"/proc/self/fd/{stream.fileno()}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
         self._waiting = bytearray()
         self._left_out = 0  # lines
-        self._is_within_one = False
+        self._is_within_one = False  # the beginning of the present line was left out, so its rest is, too
 
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  (a plain attribute there)
@@ -58,7 +59,7 @@ class PatientStream(io.TextIOBase):
         self.send()
         if self._is_within_one or (len(self._waiting) > _MOST and self._waiting.endswith(b"\n")):
             self._left_out += text.count("\n")
-            self._is_within_one = not text.endswith("\n")  # `print` writes the end of a line by itself
+            self._is_within_one = not text.endswith("\n")  # `print` writes the newline in a call of its own
             return len(text)
         if self._left_out:
             self._waiting += f"({self._left_out} lines are left out: the output took none)\n".encode()
@@ -75,13 +76,13 @@ class PatientStream(io.TextIOBase):
         return not self._waiting
 
     def drain(self) -> None:
-        """Wait until all has been sent, or until nothing has been taken for ten seconds."""
+        """Wait until everything has been sent, or until the output has taken nothing for ten seconds."""
         while not self.send():
             if not is_any_ready(writable=[self._file], timeout_s=_PATIENCE_S):
                 return
 
     def close(self) -> None:
-        """Closing again is allowed. What waits is lost."""
+        """Close the output; closing again is allowed. Text that still waits is lost."""
         if not self.closed:
             os.close(self._file)
         super().close()

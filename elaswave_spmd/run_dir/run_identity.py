@@ -1,4 +1,4 @@
-"""The comparison of a saved run with the run that is to continue it: their bits must be the same."""
+"""The comparison of a saved run with the run that is to continue it, which must have the same bits."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def check_identity(
 
     Args:
         saved: plain values, nested in any way: a manifest's `identity`, or its `layout`.
-        present: the same of the run that is to continue.
-        where: the setting that asked for it, for the message.
-        fix: what can be done.
+        present: the values of the run that is to continue, in the same form.
+        where: the setting that asked for it, for the error.
+        fix: what the user can do, for the error.
 
     Raises:
         ConfigError: lists the differences with both values.

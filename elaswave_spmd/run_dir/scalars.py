@@ -1,4 +1,4 @@
-"""The numbers of steps and validations that TensorBoard and other trackers show, by the names that they have there."""
+"""The scalars of steps and validations for TensorBoard and other trackers, by the names that they have there."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The lowest lines of a terminal, which are drawn again and again; what is printed above them stays.
+"""The lowest lines of a terminal, which are drawn again and again, while lines that are printed above them stay.
 
-The state of the terminal is never changed (its cursor stays visible, lines wrap as before), so that nothing has to be
-put back, also if this process is killed. Nothing here starts a thread.
+The state of the terminal is never changed (its cursor stays visible, and lines wrap as before). So nothing has to be
+restored, even if this process is killed. No thread is started.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from elaswave_spmd.run_dir.patient_stream import PatientStream
 
 
 class ScreenRegion:
-    """The region, with the cursor at the end of its last line. One thread draws."""
+    """The region. Between drawings the cursor is at the end of its last line. Only one thread may draw."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._widths: list[int] = []  # of the lines that are drawn, in cells
+        self._widths: list[int] = []  # the widths of the lines on the screen, in cells
 
     @property
     def size(self) -> tuple[int, int]:
-        """The most cells of a line and the most lines: the last column and one row stay free."""
+        """The most cells of a line, and the most lines. The last column and one row of the terminal stay free."""
         width, height = self._console.size
         return max(1, width - 1), max(1, height - 1)
 
     @property
     def takes_output(self) -> bool:
-        """False while a terminal is stopped (Ctrl-S) or too slow: what is drawn would wait, and be old then."""
+        """False while the terminal is stopped (Ctrl-S) or too slow, since a drawing would be old when it is shown."""
         file = self._console.file
         if isinstance(file, PatientStream) and not file.send():
             return False
@@ -43,15 +43,18 @@ class ScreenRegion:
         return is_any_ready(writable=[descriptor], timeout_s=0.0)
 
     def draw(self, above: Sequence[Text], lines: Sequence[Text]) -> None:
-        """Print lines that stay above the region, and the region anew.
+        """Print lines that stay above the region, and draw the region again below them.
 
         Args:
-            lines: of the region; each is cut at the width of the terminal.
+            above: the lines to print, of any width.
+            lines: the lines of the region. Each is cut at the width of the terminal.
         """
         width, _ = self.size
         cut = [_cut(line, width) for line in lines]
         output = [self._to_begin()]
-        if above:  # what stays may be as wide as the terminal, which clearing after it would damage
+        # Lines that stay may be as wide as the terminal. Clearing to the end of the line after such a line would erase
+        # its last character, so the whole region is cleared before.
+        if above:
             output += ["\x1b[J", *(self._rendered(line) + "\n" for line in above)]
         output += ["\x1b[K\n".join(map(self._rendered, cut)), "\x1b[J"]
         self._write("".join(output))
@@ -64,9 +67,9 @@ class ScreenRegion:
         self._widths = []
 
     def _to_begin(self) -> str:
-        """The movement of the cursor to the begin of the region.
+        """The control sequence that moves the cursor to the beginning of the region.
 
-        Terminals wrap lines that have become too long, when their window becomes narrower.
+        If the window has become narrower, the terminal has wrapped lines that are now too long, so rows are counted.
         """
         width = max(1, self._console.width)
         rows = sum(max(1, -(-cells // width)) for cells in self._widths)
@@ -83,7 +86,10 @@ class ScreenRegion:
 
 
 def encodable(text: str, file: IO[str]) -> str:
-    """The text with a question mark for each character that a file's encoding lacks, as of a model's text."""
+    """The text with a question mark for each character that a file's encoding does not have.
+
+    Texts that a model generates may have any characters.
+    """
     encoding = getattr(file, "encoding", None) or "utf-8"
     return text.encode(encoding, "replace").decode(encoding)
 

@@ -25,8 +25,8 @@ class Board:
     processes, and a fork of a process with threads may inherit a lock that no thread will ever release.
 
     Args:
-        folder: made if missing.
-        now: seconds since 1970.
+        folder: the folder of the event file; it is made if it is missing.
+        now: returns the seconds since 1970.
     """
 
     def __init__(self, folder: Path, now: Callable[[], float] = time.time) -> None:
@@ -54,7 +54,12 @@ class Board:
         self._write(step, validation_scalars(loss, metrics))
 
     def faults(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write numbers about faults: `fail` becomes `faults/fail`. `step`: the last committed one, or 0."""
+        """Write the counts of faults: `fail` becomes `faults/fail`.
+
+        Args:
+            step: the last committed step, or 0.
+            scalars: the counts by name.
+        """
         self._write(step, {f"faults/{name}": value for name, value in scalars.items()})
 
     def text(self, step: int, text: str) -> None:

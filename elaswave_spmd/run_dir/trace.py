@@ -1,7 +1,7 @@
 """The timeline of a run: each worker records its work in a file, and the controller merges the files for Perfetto.
 
-A worker's part, trace-RANK.jsonl, is written in blocks. Its first line relates the worker's clock to the time of day;
-the others are short arrays. The part of a worker that was killed ends with the last block that it wrote. `merge_trace`
+A worker's part, trace-RANK.jsonl, is written in blocks. Its first line relates the worker's clock to the time of day,
+and the others are short arrays. If a worker is killed, its part ends with the last block that it wrote. `merge_trace`
 makes trace.json from all parts and from events.jsonl, in the Trace Event Format, which Perfetto and chrome://tracing
 open.
 """
@@ -28,7 +28,7 @@ _PART = re.compile(r"trace-([0-9]+)\.jsonl")
 FORWARD, BACKWARD, WEIGHTS, WAIT, SEND, COPY, MARK, FREQUENCY = "F", "B", "W", "I", "S", "G", "M", "C"
 _PROGRAMS = {FORWARD: "forward", BACKWARD: "backward", WEIGHTS: "weights"}
 _BLOCK = 2000  # rows that are collected before they are written
-_GAP_S = 3e-4  # two waits for the same reason with less than this between them are shown as one
+_GAP_S = 3e-4  # two waits for the same thing with less than this between them are shown as one
 _CONTROLLER, _FIRST_WORKER = 1, 2  # process numbers in the trace; some viewers take process 0 for the idle process
 _ROWS = {1: "layers, waits", 2: "sends"}
 
@@ -37,13 +37,14 @@ TraceEvent = dict[str, Any]
 
 
 class TracePart:
-    """The timeline of one worker, open for writing. All times are of time.perf_counter().
+    """The timeline of one worker, open for writing. All times are those of time.perf_counter(), in seconds.
 
-    A full disk ends the timeline, not the training.
+    If the disk is full, the timeline ends, and training goes on.
 
     Args:
         folder: the run's directory.
-        clocks: returns (time of day, perf_counter) of the same moment; None: the system's clocks.
+        rank: the rank of the worker.
+        clocks: returns (time of day, perf_counter) of the same moment; None for the system's clocks.
 
     Raises:
         OSError: the part cannot be opened.
@@ -68,7 +69,7 @@ class TracePart:
     def wait(self, what: str, began: float, ended: float) -> None:
         """Record that the training thread waited; `what` names what it waited for."""
         waiting = self._waiting
-        # The training thread wakes up for every message. Many short waits for one thing are one wait to the reader.
+        # The training thread wakes up for every message, so one wait for the reader of the trace is many short waits.
         if waiting is not None and waiting[3] == what and began - waiting[2] < _GAP_S:
             waiting[2] = ended
             return
@@ -76,11 +77,11 @@ class TracePart:
         self._waiting = [WAIT, began, ended, what]
 
     def send(self, peer: int, kind: str, num_bytes: int, began: float, ended: float) -> None:
-        """Record that a message with a payload was handed to a link."""
+        """Record that a message with a payload was given to a link."""
         self._add([SEND, began, ended, peer, kind, num_bytes])
 
     def copy(self, kind: str, num_bytes: int, began: float, ended: float) -> None:
-        """Record that what goes to the other workers of the stage was handed to their process group."""
+        """Record that values for the other workers of the stage were given to their process group."""
         self._add([COPY, began, ended, kind, num_bytes])
 
     def mark(self, name: str, at: float | None = None) -> None:
@@ -127,9 +128,9 @@ class TracePart:
 
 
 def parts_in(folder: Path) -> dict[Path, int]:
-    """The parts of workers in a run's directory, each with its rank, in the order of these; other files are nobody's.
+    """The parts of workers in a run's directory, as path -> rank, in the order of ranks. Other files are ignored.
 
-    None of a directory that cannot be listed.
+    Empty if the directory cannot be listed.
     """
     names: list[str] = []
     with contextlib.suppress(OSError):
@@ -154,13 +155,13 @@ def merge_trace(folder: str | Path) -> Path | None:
             write_trace(file, _all_events(folder, parts))
         for part in parts:
             part.unlink()
-    except Exception:  # a damaged events.jsonl, say, or a full disk: a run that has its result does not fail for it
+    except Exception:  # such as a damaged events.jsonl or a full disk; the run has its result and must not fail
         return None
     return path
 
 
 def write_trace(file: TextIO, events: Iterable[Mapping[str, object]], **about: object) -> None:
-    """Write events of the Trace Event Format, one per line. The events are not collected in memory.
+    """Write events in the Trace Event Format, one per line, without collecting them in memory.
 
     Args:
         about: facts about the trace as a whole, for the format's field `otherData`.
@@ -244,7 +245,7 @@ def _worker_events(part: Path, process: int, start: float) -> Iterator[TraceEven
         for line in file:
             try:
                 row = json.loads(line)
-                if isinstance(row, dict):  # a head; a part has several if the run was resumed in its directory
+                if isinstance(row, dict):  # a first line; a part has several if the run was resumed in its directory
                     zero = row["zero"] - start
                 else:
                     yield _row_event(row, process, zero)

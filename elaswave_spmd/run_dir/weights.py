@@ -23,10 +23,10 @@ def weights_sha256(weights: Mapping[str, np.ndarray]) -> str:
 
 
 def sha256_in_parts(weights: Iterable[tuple[str, Iterable[np.ndarray]]]) -> str:
-    """The same hash of parameters that are not in memory as a whole.
+    """The hash of `weights_sha256`, for parameters that are not all in memory at once.
 
     Args:
-        weights: (name, parts of its values, one after the other), sorted by name.
+        weights: (name, parts of its values in their order), sorted by name.
 
     Raises:
         TypeError: a part is not float32.
@@ -60,7 +60,7 @@ def save_weights(path: Path, weights: Mapping[str, np.ndarray]) -> None:
 
 
 def _little_endian(name: str, array: np.ndarray) -> np.ndarray:
-    """The array as little-endian float32 in row-major order; copied only if it is not."""
+    """The array as little-endian float32 in row-major order. It is copied only if it is not in this form already."""
     if (array.dtype.kind, array.dtype.itemsize) != ("f", 4):
         raise TypeError(f"weights are float32; {name} is {array.dtype}")
     return np.asarray(array, dtype="<f4", order="C")

@@ -15,7 +15,7 @@ LEFT = "left"
 JOINING = "joining"
 SPARE = "spare"
 STATES = (TRAINING, STARTING, READY, LEARNER, SLOW, LEAVING, JOINING, SPARE, LEFT, LOST)
-"""In the order in which a view counts them."""
+"""All states, in the order in which a view counts them."""
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,14 @@ class WorkerNow:
     """One worker.
 
     Args:
+        rank: the rank of the worker.
         state: one of `STATES`.
-        stage: that it is in, or was in; None: it is beside the mesh.
-        microbatches: of each step that it computes on its stage.
-        speed: relative to the median worker; None: it is not measured.
+        stage: the stage that it is in, or was in; None if it is not a member of the mesh.
+        microbatches: the number of micro-batches of each step that it computes.
+        speed: its speed relative to the median worker; None if it is not measured.
 
     Raises:
-        ValueError: an unknown state.
+        ValueError: the state is unknown.
     """
 
     rank: int
@@ -44,20 +45,20 @@ class WorkerNow:
 
     @property
     def is_gone(self) -> bool:
-        """True if it is no worker of the run any more."""
+        """True if it is not a worker of the run any more."""
         return self.state in (LOST, LEFT)
 
 
 @dataclass(frozen=True)
 class WorkersNow:
-    """All workers of a run, with those that have gone lately.
+    """All workers of a run, including those that were lost or left a short time ago.
 
     Args:
-        mesh: its name.
-        epoch: of the mesh.
+        mesh: the name of the mesh.
+        epoch: the epoch of the mesh.
         layer_cuts: stage s runs layers layer_cuts[s] to layer_cuts[s + 1] - 1.
-        workers: by stage, and in the order of the mesh within one.
-        is_changing: the next mesh epoch is about to begin.
+        workers: the workers by stage, and within a stage in the order of the mesh.
+        is_changing: True if the next mesh epoch is about to begin.
     """
 
     mesh: str
@@ -68,11 +69,11 @@ class WorkersNow:
 
     @property
     def num_stages(self) -> int:
-        """The stages of the mesh."""
+        """The number of stages of the mesh."""
         return len(self.layer_cuts) - 1
 
     def of_stage(self, stage: int | None) -> tuple[WorkerNow, ...]:
-        """The workers of a stage; None: those beside the mesh."""
+        """The workers of a stage, or for None those that are not members of the mesh."""
         return tuple(worker for worker in self.workers if worker.stage == stage)
 
     @classmethod
@@ -86,7 +87,10 @@ class WorkersNow:
         """The workers of a first mesh before any of them is ready.
 
         Args:
-            counts: micro-batches of each worker, by stage.
+            mesh: the name of the mesh.
+            stages: the ranks of each stage.
+            layer_cuts: as for `WorkersNow`.
+            counts: the number of micro-batches of each worker, by stage.
         """
         workers = tuple(
             WorkerNow(rank, STARTING, stage, microbatches)

@@ -1,4 +1,4 @@
-"""The virtual-time engine with costs, and policies of other systems on the same costs. No torch."""
+"""Steps in virtual time on a cost model, and the policies of other systems on the same costs. Needs no torch."""
 
 from elaswave_spmd.simulator.changes import Change
 from elaswave_spmd.simulator.engine import FREE, Run, Wires, execute

@@ -1,4 +1,4 @@
-"""Events of workers, as text and as a value: `fail 6`, `fail 3 6`, `slow 2 0.5`, `join 1`; several with `;`."""
+"""Events of workers, as text and as a value. Texts are `fail 6`, `fail 3 6`, `slow 2 0.5`, `join 1`, joined by `;`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ class Change:
     """Workers that are lost, slow down or join, all at once.
 
     Args:
-        gone: ranks that are lost.
+        gone: the ranks of workers that are lost.
         slow: (rank, speed) of workers that are slower now; 1 is a healthy worker's speed.
-        joined: number of workers that join. Their ranks are the next free ones.
+        joined: the number of workers that join. Their ranks are the next free ones.
 
     Raises:
-        PlanError: a rank twice, a speed that is not between 0 and 1, or a negative number of workers that join.
+        PlanError: a rank is named twice, a speed is not between 0 and 1, or the number of workers that join is negative
+            or too large.
     """
 
     gone: tuple[int, ...] = ()
@@ -53,10 +54,10 @@ class Change:
 
     @classmethod
     def parse(cls, text: str) -> Change:
-        """Reads the forms of `FORMS`.
+        """Reads a text in one of the forms of `FORMS`.
 
         Raises:
-            PlanError: an unknown word, a number that is none, or what contradicts itself.
+            PlanError: a word is unknown, a number is malformed, or the events contradict each other.
         """
         gone: list[int] = []
         slow: list[tuple[int, float]] = []
@@ -82,10 +83,10 @@ class Change:
         return cls(tuple(gone), tuple(slow), joined)
 
     def check(self, mesh: Mesh) -> Change:
-        """This change, if it can happen to this mesh.
+        """This change, after a check that it can happen to this mesh.
 
         Raises:
-            PlanError: a rank that is not there, or nobody is left.
+            PlanError: a rank is not in the mesh, or no worker is left.
         """
         if unknown := [rank for rank in (*self.gone, *(rank for rank, _ in self.slow)) if rank not in mesh]:
             raise PlanError(
@@ -110,7 +111,7 @@ class Change:
         return next_stages(mesh.stages, self.gone, range(first, first + self.joined), mesh.num_stages)
 
     def costs(self, costs: CostModel) -> CostModel:
-        """The costs after the change."""
+        """The cost model after the change."""
         return costs.without(self.gone).with_speeds(dict(self.slow)) if self.gone or self.slow else costs
 
     def __str__(self) -> str:
@@ -120,7 +121,7 @@ class Change:
 
 
 def remaining_share(mesh: Mesh, costs: CostModel, change: Change) -> float:
-    """The aggregate speed after a change, over the one before."""
+    """The aggregate speed of all workers after a change, divided by that before. A worker that joins has speed 1."""
     now = change.costs(costs)
     gone = frozenset(change.gone)
     left = [rank for rank in mesh.members if rank not in gone]

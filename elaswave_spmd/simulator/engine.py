@@ -1,10 +1,11 @@
-"""The virtual-time engine with costs: a step's actions on workers, links and mirrors, in virtual seconds.
+"""The virtual-time engine with costs: it executes a step's actions and messages in virtual seconds.
 
-A worker runs whatever is ready, as real ones do. Where nothing but actions and free wires count, times are those of
-`pipeline.execute`. Beyond that it models messages that share a worker's wire, the reduction message by message, votes,
-publication and its overlap with the next step, split backwards, and steps that overlap by stages.
+A worker runs whatever is ready, as real workers do. With free wires, and without a reduction, times are those of
+`pipeline.execute`. Beyond that the engine models messages that share a worker's wire, the reduction message by message,
+votes, the publication of parameters and its overlap with the next step, split backwards, and steps that overlap by
+stages.
 
-Not modelled: a receiver's own wire, switches, and compute that links slow down.
+Not modelled: the wire of the receiver, switches, and compute that is slowed down by links.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from elaswave_spmd.simulator.work import ReadyOrder, Span, Work
 
 @dataclass(frozen=True)
 class Wires:
-    """A model of links, and of a worker's own time beside its layers.
+    """A model of links, and of the time that a worker needs besides running layers.
 
     Args:
-        shared: the messages of a worker share its wire; False: each has a wire for itself.
-        action_s: seconds of each action beside its layers.
-        apply_s: seconds between the votes and the next step.
+        shared: True if the messages of a worker share its wire. False if each has a wire for itself.
+        action_s: the seconds that each action takes besides its layers.
+        apply_s: the seconds between the votes and the next step.
     """
 
     shared: bool = True
@@ -45,12 +46,12 @@ FREE = Wires(shared=False)
 
 @dataclass(frozen=True)
 class Run:
-    """Some steps in virtual time.
+    """Some steps that were executed in virtual time.
 
     Args:
         seconds: the duration of each step, from one commit to the next.
         spans: each action with its worker and its times.
-        link_s: rank -> seconds that its wire was in use.
+        link_s: rank -> the seconds for which its wire was in use.
     """
 
     seconds: tuple[float, ...]
@@ -59,7 +60,7 @@ class Run:
 
     @property
     def step_s(self) -> float:
-        """Seconds of the last step, which includes the publication of the step before."""
+        """The seconds of the last step. If it is not the only one, the publication of the step before is part of it."""
         return self.seconds[-1]
 
 
@@ -75,16 +76,20 @@ def execute(
     hints: Sequence[Hint] = (),
     change_s: float = 0.0,
 ) -> Run:
-    """Runs steps in virtual time.
+    """Executes steps in virtual time.
 
     Args:
-        rule: sharding and mirrors; with it the reduction, its mirrors, one round of votes and the publication are
-            executed. None: a step is over when its last action is.
-        microbatch_order: Placement.microbatch_order, which decides what is added up before it is sent.
-        by_stage: a worker begins the next step when all of its stage have finished this one (staggered optimizer:
-            Gandhi et al., 2024), not when all workers have. Without `rule` only.
-        hints: the paces of workers, and the order of their actions. Workers that are not named run at 1.
-        change_s: seconds that a change of frequency takes.
+        work: the work of each step.
+        costs: the times and sizes of the layers, the speeds of workers, and the links.
+        wires: the model of links.
+        rule: the shardings and the number of mirrors, with which the reduction, its mirrors, one round of votes and the
+            publication are executed. If it is None, a step is over when its last action is.
+        microbatch_order: `Placement.microbatch_order`, which decides what a worker adds up before it sends it.
+        steps: the number of steps.
+        by_stage: True if a worker begins the next step when all workers of its stage have finished this one (staggered
+            optimizer: Gandhi et al., 2024), and not when all workers have. Only without `rule`.
+        hints: the frequencies of workers, and the order of their actions. Workers without a hint run at frequency 1.
+        change_s: the seconds that a change of frequency takes.
     """
     assert steps >= 1 and not (by_stage and rule), (steps, by_stage, rule)
     engine = _Engine(work, costs, wires, rule, microbatch_order, steps, by_stage)
@@ -104,17 +109,17 @@ class _Worker:
         self.step = -1
         self.left = 0
         self.orders: dict[int, ReadyOrder] = {}
-        self.begun = 0  # actions, of this step
+        self.begun = 0  # the number of actions of this step that were begun
         self.hint: Hint | None = None
         self.change_s = 0.0
 
     @property
     def planned(self) -> PipelineAction | None:
-        """The action that is planned next; None: it does whatever is ready."""
+        """The action that its hint plans next. None if it runs whatever is ready."""
         return self.hint.order[self.begun] if self.hint is not None and self.hint.order else None
 
     def next_speed(self) -> tuple[float, float]:
-        """The speed of the action that it begins now, and the seconds of a change of its frequency before that."""
+        """(speed of the action that the worker begins now, seconds of a change of its frequency before the action)."""
         number, self.begun = self.begun, self.begun + 1
         if self.hint is None:
             return self.speed, 0.0
@@ -155,9 +160,9 @@ class _Engine:
         self._parts_left: dict[tuple[int, int], int] = {}  # (step, group) -> parts that are not finished
         self._groups_left: dict[int, int] = {}  # step -> groups that are not finished
         self._available: dict[int, float] = {}  # layer -> time at which its stage has its parameters
-        self._ends: list[float] = []
+        self._ends: list[float] = []  # the time at which each step committed
         self._spans: list[Span] = []
-        self._touched: set[int] = set()
+        self._touched: set[int] = set()  # the workers that may be able to begin an action now
         self._layer_s = {
             kind: [getattr(layer, name) for layer in costs.layers]
             for kind, name in ((FORWARD, "forward_s"), (BACKWARD, "backward_s"), (WEIGHTS, "weights_s"))
@@ -168,7 +173,7 @@ class _Engine:
         self._weights_s = [self._put_off_s(s) for s in range(work.num_stages)]
 
     def keep_to(self, hint: Hint, change_s: float) -> None:
-        """Have workers keep to a pace, and to an order."""
+        """Makes the workers of a hint keep to its frequencies and to its order of actions."""
         for rank in hint.ranks:
             self._workers[rank].hint, self._workers[rank].change_s = hint, change_s
 
@@ -213,7 +218,8 @@ class _Engine:
         worker.step = step
         worker.left = self._left_of[worker.rank]
         worker.begun = 0
-        # An order may be made before its step begins (`_result`), so it is kept by step, and dropped when that is over.
+        # The order of a step may be made before the worker begins the step (`_result`), so orders are kept by step.
+        # This one is dropped when the next step begins.
         worker.orders.pop(step - 1, None)
         self._order(worker, step)
         self._touched.add(worker.rank)
@@ -224,15 +230,16 @@ class _Engine:
         self._part_finished(step, worker.stage if self._by_stage else 0)
 
     def _part_finished(self, step: int, group: int = 0) -> None:
-        """One part of a step is finished: a worker's actions, or the reduction of all gradients."""
+        """Notes that one part of a step is finished: a worker's actions, or the reduction of all gradients."""
         key = step, group
         if key not in self._parts_left:
+            # Each worker is a part, and the reduction is one more. With `by_stage` a group is a stage.
             whole = len(self._work.stages[group]) if self._by_stage else len(self._workers)
             self._parts_left[key] = whole + (self._sums is not None)
         self._parts_left[key] -= 1
         if self._parts_left[key]:
             return
-        # Votes are one message from everybody to everybody: one latency, and no bytes to speak of.
+        # Votes are one message from each worker to each other one. They take one latency; their bytes do not count.
         votes = self._costs.latency_s if self._sums is not None and len(self._workers) > 1 else 0.0
         self._clock.at(self._clock.now + votes, self._group_finished, step, group)
 
@@ -254,7 +261,7 @@ class _Engine:
     # ---- actions
 
     def _start_touched(self) -> None:
-        # In the order of ranks, so that runs are the same on every machine.
+        # In the order of ranks, so that a run is the same on every machine.
         for rank in sorted(self._touched):
             worker = self._workers[rank]
             if (
@@ -271,7 +278,7 @@ class _Engine:
         now += changing_s
         if action.kind == FORWARD:
             stop = now
-            # Parameters of the step before may still be on their way: each layer starts when its own are there.
+            # Parameters of the step before may not have arrived yet. Each layer starts when its own are there.
             if any(self._available.get(layer, 0.0) > now for layer in layers):
                 for layer in layers:
                     stop = max(stop, self._available.get(layer, 0.0)) + self._layer_s[FORWARD][layer] / speed
@@ -291,7 +298,7 @@ class _Engine:
         self._clock.at(stop, self._finish, worker, worker.step, action)
 
     def _put_off_s(self, stage: int) -> float:
-        """Seconds of one micro-batch's weight gradients at speed 1, where a stage puts them off."""
+        """The seconds of one micro-batch's weight gradients at speed 1; 0 if the stage does not put them off."""
         work = self._work
         if work.weight_share:
             return work.weight_share * self._stage_s[stage][1]
@@ -300,7 +307,10 @@ class _Engine:
         return sum(self._layer_s[WEIGHTS][layer] for layer in range(*work.layer_cuts[stage : stage + 2]))
 
     def _report_gradients(self, worker: _Worker, action: PipelineAction, now: float, speed: float) -> None:
-        """A whole backward begins, or the weight gradients that were put off: layer by layer gradients are there."""
+        """Tells the reduction when the gradients of each layer will be there.
+
+        Called when a whole backward begins, or the weight gradients that were put off.
+        """
         assert self._sums is not None
         ends, time = [], now
         for layer in reversed(range(*self._work.layer_cuts[action.stage : action.stage + 2])):
@@ -324,20 +334,20 @@ class _Engine:
             self._worker_finished(worker, step)
 
     def _send(self, worker: _Worker, step: int, to: PipelineAction, *, boundary: int) -> None:
-        """Sends a micro-batch's tensor to the stage on the other side of a boundary, if an action needs it there."""
+        """Sends a micro-batch's tensor across a stage boundary, if there is an action `to` that needs it."""
         if 0 <= to.stage < self._work.num_stages and to not in self._work.done:
             num_bytes = self._costs.layers[self._work.layer_cuts[boundary + 1] - 1].boundary_bytes
             self._links[worker.rank].send(num_bytes, self._result, step, to, urgent=True)
 
     def _result(self, step: int, to: PipelineAction) -> None:
-        """One of the results that an action waits for has arrived at its worker."""
+        """Notes that one of the results that an action waits for has arrived at its worker."""
         if to in self._work.done:
             return
         rank = self._work.owners[to.stage][to.microbatch]
         left = self._waits(step, to) - 1
         self._missing[step, to] = left
         if not left:
-            # An order that is made here for the first time finds the action ready by itself: do not add it twice.
+            # If the order does not exist yet, it is made now and finds the action ready. It must not be added twice.
             worker = self._workers[rank]
             if step in worker.orders:
                 worker.orders[step].add_ready(to)

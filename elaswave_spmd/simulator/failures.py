@@ -1,4 +1,4 @@
-"""The times at which workers are lost and are back again: given, or drawn at a rate per device."""
+"""The times at which workers are lost and replaced. They are given, or drawn with a failure rate per device."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ DAY = 86_400.0
 
 @dataclass(frozen=True)
 class FailureRate:
-    """A number of interruptions in a number of days, over a number of devices.
+    """A failure rate: a number of interruptions (`count`) in a number of days on a number of devices.
 
     The defaults are the unexpected interruptions of the training of Llama 3 405B (Llama 3, 2024, table 5).
 
     Raises:
-        PlanError: a number that is not above 0 (no interruption at all is allowed).
+        PlanError: a number is negative or not finite, or the days or devices are 0.
     """
 
     count: float = 419
@@ -37,7 +37,7 @@ class FailureRate:
 
     @property
     def per_second(self) -> float:
-        """Interruptions of one device in a second."""
+        """The number of interruptions of one device per second."""
         return self.count / (self.days * DAY * self.devices)
 
 
@@ -46,13 +46,13 @@ class Fleet:
     """A mesh of many devices: replicas x stages workers of `island` devices each.
 
     Args:
-        devices: all devices; those that make up no whole replica are not used.
-        island: devices of one worker, which are lost together.
-        stages: stages of the pipeline.
-        microbatches: micro-batches of a worker in a step.
+        devices: the number of devices. Those that do not make up a whole replica are not used.
+        island: the number of devices of one worker, which are lost together.
+        stages: the number of stages of the pipeline.
+        microbatches: the number of micro-batches of a worker in a step.
 
     Raises:
-        PlanError: fewer devices than one replica has.
+        PlanError: there are fewer devices than two replicas have, or another number is below 1.
     """
 
     devices: int
@@ -75,12 +75,12 @@ class Fleet:
 
     @property
     def replicas(self) -> int:
-        """Workers of a stage."""
+        """The number of replicas, which is the number of workers of each stage."""
         return self.devices // (self.island * self.stages)
 
     @property
     def workers(self) -> int:
-        """The number of workers in use. Worker w is of stage w % stages, replica w // stages."""
+        """The number of workers in use. Worker w belongs to stage w % stages and replica w // stages."""
         return self.replicas * self.stages
 
 
@@ -89,12 +89,12 @@ class Repair:
     """The replacement of a lost worker.
 
     Args:
-        hours: hours until its machine is repaired.
-        spares: spare workers, as a part of those in use.
-        swap_s: seconds until a spare, or a repaired machine, is booted and has its state.
+        hours: the hours until its machine is repaired.
+        spares: the number of spare workers, as a fraction of the workers in use.
+        swap_s: the seconds until a spare, or a repaired machine, is booted and has its state.
 
     Raises:
-        PlanError: a negative number, or no repair at all.
+        PlanError: a number is negative or not finite, the repair takes no time, or `spares` is above 1.
     """
 
     hours: float = 24.0
@@ -111,7 +111,7 @@ class Repair:
 
 
 class Outage(NamedTuple):
-    """A worker's place in the mesh becomes empty (`out`), or is filled again."""
+    """A worker's place in the mesh becomes empty (`out`) or is filled again (not `out`), at a `time` in seconds."""
 
     time: float
     worker: int
@@ -119,11 +119,15 @@ class Outage(NamedTuple):
 
 
 Failures = Sequence[tuple[float, int]]
-"""(second, worker), in order of time."""
+"""(time in seconds, worker) of each failure."""
 
 
 def exponential(fleet: Fleet, rate: FailureRate, seconds: float, seed: int) -> Failures:
-    """Failures with exponential times between them, the same rate for each device, whatever has happened before."""
+    """Failures with exponentially distributed times between them, at a constant rate that is the same for each device.
+
+    Args:
+        seconds: the duration in which failures are drawn.
+    """
     draw = np.random.default_rng(seed)
     number = int(draw.poisson(rate.per_second * fleet.island * fleet.workers * seconds))
     times = np.sort(draw.random(number)) * seconds
@@ -133,11 +137,11 @@ def exponential(fleet: Fleet, rate: FailureRate, seconds: float, seed: int) -> F
 def outages(fleet: Fleet, failures: Failures, repair: Repair) -> list[Outage]:
     """The times at which places in the mesh become empty and are filled again.
 
-    A spare takes an empty place after `swap_s`. Without a spare the place waits for the first repaired machine. A
-    failure of an empty place is ignored. Failures need not be in order.
+    A spare fills an empty place after `swap_s`. If there is no spare, the place waits for the next repaired machine. A
+    failure of an empty place is ignored. Failures may be in any order.
 
     Raises:
-        PlanError: a failure of a worker that does not exist, or before the start.
+        PlanError: a failure is of a worker that does not exist, or is before 0 s.
     """
     if wrong := next(((t, w) for t, w in failures if not (0 <= w < fleet.workers and t >= 0)), None):
         raise PlanError(
@@ -149,7 +153,7 @@ def outages(fleet: Fleet, failures: Failures, repair: Repair) -> list[Outage]:
     spares = round(repair.spares * fleet.workers)
     empty: set[int] = set()
     waiting: deque[int] = deque()
-    events = [(time, 0, worker) for time, worker in failures]  # 0: fails, 1: a machine is repaired, 2: filled again
+    events = [(time, 0, worker) for time, worker in failures]  # 0: failure, 1: repaired machine, 2: place filled
     heapq.heapify(events)
     while events:
         time, kind, worker = heapq.heappop(events)
@@ -158,7 +162,7 @@ def outages(fleet: Fleet, failures: Failures, repair: Repair) -> list[Outage]:
             found.append(Outage(time, worker, False))
             continue
         if kind == 0:
-            # The place is empty already: there is no machine that could fail.
+            # If the place is empty, there is no machine that could fail.
             if worker in empty:
                 continue
             empty.add(worker)
@@ -167,7 +171,7 @@ def outages(fleet: Fleet, failures: Failures, repair: Repair) -> list[Outage]:
             waiting.append(worker)
         else:
             spares += 1
-        # The first place that is empty gets the first machine that is free.
+        # The place that became empty first gets the first free machine.
         if spares and waiting:
             spares -= 1
             heapq.heappush(events, (time + repair.swap_s, 2, waiting.popleft()))

@@ -1,13 +1,14 @@
-"""Goodput over weeks of failures, by policy: useful steps over those of a fleet that never fails.
+"""Goodput over weeks of failures, for each policy: its useful steps divided by those of a fleet that never fails.
 
-Workers are counted by class: a step depends only on how many of them are missing in each stage, so that a million
-devices take seconds. A step takes `step_time.bound`, a lower bound, times the factor by which an executed step of few
-replicas exceeds it. Ours and reroute run backwards in two parts after a loss. No step is faster than that of a whole
-fleet with whole backwards.
+The time of a step depends only on the number of workers that are missing in each stage, not on which ones, so that a
+million devices take seconds to compute. A step takes the lower bound `step_time.bound`, times the factor by which an
+executed step of few replicas exceeds its bound. Ours and reroute run backwards in two parts after a loss. No step is
+faster than a step of the whole fleet with whole backwards.
 
-Not modelled: memory, traffic, links that break by themselves, failures that come together (a rack), slow workers, a
-scheduler's queue, and a growth of detection or restart with the number of devices: all in favour of every policy alike,
-and of those that stop everybody most. Also not, in favour of ours: the steps until layers have moved.
+Not modelled: memory, traffic, links that break by themselves, failures that come together (such as those of a rack),
+slow workers, a scheduler's queue, and that detection and restart take longer on more devices. Leaving these out favours
+all policies, and most of all those that stop all workers. Also not modelled, in favour of ours: the steps until layers
+have moved.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.simulator.failures import Fleet, Outage
 
 _RULE = MemoryRule(Shardings().with_zero(1))
-"""State is sharded, as in `shapes.healthy`: it decides what the reduction of gradients sends."""
+"""The sharding, which decides what the reduction of gradients sends. State is sharded, as in `shapes.healthy`."""
 
 Missing = tuple[int, ...]
 """The number of missing workers of each stage."""
@@ -36,14 +37,14 @@ Missing = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Stalls:
-    """Seconds without training that are assumed, not computed; the same for all policies that can go on.
+    """The seconds without training. They are assumed, not computed, and the same for all policies that can go on.
 
     Args:
-        regroup_s: after a loss: detection, agreement and new groups.
-        join_s: the same when a worker joins.
-        restart_s: a restart of the whole job.
-        checkpoint_s: the writing of one checkpoint.
-        recomputed_share: the part of a step that is computed again after a loss, where the rest of it is kept.
+        regroup_s: the stall after a loss: detection, agreement and new groups.
+        join_s: the stall when a worker joins.
+        restart_s: the duration of a restart of the whole job.
+        checkpoint_s: the duration of writing one checkpoint.
+        recomputed_share: the fraction of a step that is computed again after a loss, if the rest of the step is kept.
     """
 
     regroup_s: float = 10.0
@@ -54,23 +55,24 @@ class Stalls:
 
 
 class Scale:
-    """The seconds of a step of a fleet, by the workers that are missing."""
+    """The duration of a step of a fleet, as a function of the number of workers that are missing in each stage."""
 
     def __init__(self, fleet: Fleet, costs: CostModel) -> None:
         self.fleet = fleet
         self._costs = costs
         self._num_microbatches = fleet.replicas * fleet.microbatches
-        self._known: dict[tuple[Missing, float], float] = {}  # by the most micro-batches of a worker of each stage
+        # (the most micro-batches of a worker of each stage, highest frequency) -> seconds of a step.
+        self._known: dict[tuple[Missing, float], float] = {}
         self._cuts: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     @cached_property
     def healthy_cuts(self) -> tuple[int, ...]:
-        """The cuts of the layers when no worker is missing."""
+        """The layer cuts when no worker is missing."""
         return self._partition((self.fleet.microbatches,) * self.fleet.stages)
 
     @cached_property
     def healthy_s(self) -> float:
-        """Seconds of a step when no worker is missing, with whole backwards."""
+        """The seconds of a step when no worker is missing, with whole backwards."""
         counts = self._counts((0,) * self.fleet.stages)
         assert counts is not None
         limits = in_flight_limits([self.fleet.replicas] * self.fleet.stages)
@@ -84,7 +86,10 @@ class Scale:
         return self._cuts[most]
 
     def _counts(self, missing: Missing) -> list[np.ndarray] | None:
-        """By stage, the micro-batches of each class of its workers, most first; None if a stage is empty."""
+        """For each stage, the numbers of micro-batches that its workers have, largest first. None if a stage is empty.
+
+        Micro-batches are shared evenly, so a stage has one such number, or two that differ by 1.
+        """
         found = []
         for out in missing:
             left = self.fleet.replicas - out
@@ -95,13 +100,14 @@ class Scale:
         return found
 
     def elastic_s(self, missing: Missing, highest: float = 1.0) -> float:
-        """Seconds of a step whose micro-batches are assigned to the workers that are left.
+        """The seconds of a step whose micro-batches are assigned to the workers that are left; inf if a stage is empty.
 
-        Layers are as they were, or cut anew where that is faster.
+        Layers stay where they were, or are cut for this loss, whichever is faster.
 
         Args:
-            highest: relative frequency to which workers with more micro-batches than before may be set, as far as that
-                makes a step as fast as with no worker missing.
+            missing: the number of missing workers of each stage.
+            highest: the relative frequency of workers with more micro-batches than before. A step does not become
+                faster than with no worker missing.
         """
         counts = self._counts(missing)
         if counts is None:
@@ -109,7 +115,7 @@ class Scale:
         key = tuple(int(of[0]) for of in counts), highest  # a stage is as slow as its busiest class
         if key not in self._known:
             limits = in_flight_limits([self.fleet.replicas - out for out in missing])
-            # The layers may stay as they were or be cut for this loss, whichever is faster.
+            # The cuts for this loss, and those of the whole fleet.
             every = {self._partition(key[0]), self._partition((self.fleet.microbatches,) * self.fleet.stages)}
             seconds = min(self._bound(cuts, counts, limits, highest) for cuts in every)
             self._known[key] = max(seconds, self.healthy_s)
@@ -139,9 +145,9 @@ class Scale:
         return bound(forward_s, backward_s, counts, delays, limits, weights_s, put_off) + tail_s
 
     def rerouted_s(self, missing: Missing) -> float:
-        """Seconds of a step with rerouted micro-batches, on the layers as they were.
+        """The seconds of a step with rerouted micro-batches, without moving layers; inf if a stage is empty.
 
-        Work that is put off fills bubbles of this step and the next, so that only the work of the busiest stage counts.
+        Work that is put off fills the bubbles of this step and the next, so only the work of the busiest stage counts.
         """
         counts = self._counts(missing)
         if counts is None:
@@ -160,21 +166,31 @@ class Survivor(Protocol):
         ...
 
     def goodput(self, scale: Scale, events: Sequence[Outage], seconds: float, stalls: Stalls) -> float:
-        """The useful part of the time: steps that were made, over those of a fleet that never fails."""
+        """The goodput: the number of useful steps divided by that of a fleet that never fails.
+
+        Args:
+            scale: the durations of steps.
+            events: the outages, in order of time.
+            seconds: the whole time.
+            stalls: the assumed durations of stalls.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class GoesOn:
-    """Ours, and reroute (ReCycle): after a short stall, all workers that are left go on at the rate that they allow.
+    """Ours, and reroute (ReCycle): after a short stall, the workers that are left go on, with a slower step.
 
-    Modelled: the rate by stage, the stall, and the part of the step that is computed again, which is half of it where
-    nothing of a step is kept (reroute).
+    Modelled: the duration of a step with the missing workers of each stage, the stall, and the part of the step that is
+    computed again. That is half a step for reroute, which keeps nothing of the interrupted step.
 
     Args:
-        reroute: micro-batches are rerouted, layers stay, backward is split and the optimizer staggered.
-        highest: relative frequency that workers with more micro-batches than before may be set to (ours).
-        over_bound: duration of an executed step over its lower bound with workers missing, relative to a whole fleet's.
+        name: the name in tables.
+        reroute: True for reroute: micro-batches are rerouted, layers stay, backwards are split and the optimizer is
+            staggered.
+        highest: the relative frequency that workers with more micro-batches than before may be set to (ours).
+        over_bound: the factor by which executed steps with workers missing exceed their lower bound, divided by this
+            factor of the whole fleet.
     """
 
     name: str = "ours"
@@ -202,8 +218,10 @@ class Drops:
     """TorchFT: the replica of a lost worker stops until its place is filled; the others throw the step away.
 
     Args:
-        regroups: workers of incomplete replicas make up whole ones, `again_s` after a loss, as a scheduler that starts
-            replicas anew would do. False: a replica waits for its own worker.
+        name: the name in tables.
+        regroups: True if workers of incomplete replicas make up whole ones again, as with a scheduler that starts new
+            replicas. False if each replica waits for the place of its own worker to be filled.
+        again_s: the seconds from a loss until the workers are regrouped.
     """
 
     name: str = "drop replica"
@@ -212,15 +230,15 @@ class Drops:
 
     def goodput(self, scale: Scale, events: Sequence[Outage], seconds: float, stalls: Stalls) -> float:
         fleet, meter = scale.fleet, _Meter()
-        holes: dict[int, int] = {}
-        empty = 0
-        stopped = 0  # replicas that were whole a moment ago
+        holes: dict[int, int] = {}  # replica -> the number of its empty places
+        empty = 0  # the number of all empty places
+        stopped = 0  # the number of replicas that have lost a worker and are not regrouped yet
         todo = sorted([*events, *self._regroupings(events)], key=lambda event: event.time)
         for time, worker, out in todo:
             if time >= seconds:
                 break
             replica, stall_s = worker // fleet.stages, 0.0
-            if worker < 0:
+            if worker < 0:  # an event of `_regroupings`
                 stopped, stall_s = max(0, stopped - 1), stalls.join_s
             elif out:
                 empty, stopped = empty + 1, stopped + self.regroups
@@ -232,21 +250,23 @@ class Drops:
                 if not holes[replica]:
                     del holes[replica]
                     stall_s = stalls.join_s
-            # Regrouped, empty places are in as few replicas as can be, but for those that stopped a moment ago.
+            # After regrouping, the empty places are in as few replicas as possible. Replicas that have stopped and are
+            # not regrouped yet count in addition.
             packed = -(-max(0, empty - stopped) // fleet.stages)
             gone = packed + stopped if self.regroups else len(holes)
             meter.event(time, max(0, fleet.replicas - gone) / fleet.replicas, stall_s)
         return meter.until(seconds) / seconds
 
     def _regroupings(self, events: Sequence[Outage]) -> list[Outage]:
+        """Events at which workers are regrouped after a loss, with -1 in place of a worker."""
         return [Outage(e.time + self.again_s, -1, False) for e in events if e.out] if self.regroups else []
 
 
 @dataclass(frozen=True)
 class Restarts:
-    """Every loss stops the whole job, which starts again from its checkpoint on as many whole replicas as there can be.
+    """Every loss stops the whole job, which restarts from its checkpoint on as many whole replicas as possible.
 
-    Checkpoints at Young's interval, sqrt(2 x checkpoint x time between failures), from 60 s on.
+    The interval between checkpoints is Young's, sqrt(2 x checkpoint x time between failures), and at least 60 s.
     """
 
     name: str = "restart"
@@ -254,12 +274,13 @@ class Restarts:
     def goodput(self, scale: Scale, events: Sequence[Outage], seconds: float, stalls: Stalls) -> float:
         fleet, events = scale.fleet, [event for event in events if event.time < seconds]
         losses = sum(event.out for event in events)
-        # Young's interval: the cost of checkpoints and of lost work are equal there.
+        # Young's interval, at which checkpoints cost as much as the work that is lost.
         every = max(60.0, math.sqrt(2 * stalls.checkpoint_s * seconds / max(1, losses)))
         useful, up_at, rate, empty = 0.0, 0.0, 1.0, 0
         for time, _, out in events:
             empty += 1 if out else -1
             if out:
+                # Only work up to the last checkpoint counts.
                 useful += max(0.0, time - up_at) // (every + stalls.checkpoint_s) * every * rate
                 up_at = time + stalls.restart_s
             if time < up_at:  # a worker that comes later is used from the next restart on
@@ -269,7 +290,7 @@ class Restarts:
 
 
 class _Meter:
-    """Adds up rate x time, stalls excluded."""
+    """The integral of the rate over time, without the time of stalls."""
 
     def __init__(self) -> None:
         self._useful = 0.0
@@ -278,13 +299,13 @@ class _Meter:
         self._stands_until = 0.0
 
     def until(self, time: float) -> float:
-        """The work up to a time, in seconds of a whole fleet."""
+        """The work that was done until a time, in seconds of a whole fleet. Times must not decrease between calls."""
         self._useful += max(0.0, time - max(self._at, self._stands_until)) * self._rate
         self._at = time
         return self._useful
 
     def event(self, time: float, rate: float, stall_s: float) -> None:
-        """Sets the rate from this time on, after a stall. A stall that is under way is not shortened."""
+        """Sets the rate from this time on, and begins a stall. A stall in progress is not shortened."""
         self.until(time)
         self._rate = rate
         self._stands_until = max(self._stands_until, time + stall_s)

@@ -46,11 +46,12 @@ class _Message:
 class Link:
     """The outgoing link of one worker.
 
-    Activations and their gradients go first. A bulk transfer (partial sums, reduced gradients, parameters) that is
-    under way waits for them and then goes on, as it does on sockets of their own that share a wire.
+    Activations and their gradients go first. A bulk transfer (partial sums, reduced gradients, parameters) that is in
+    progress is interrupted by them, and then goes on. It is so in a real run, where both have sockets of their own that
+    share a wire.
 
     Args:
-        shared: False: every message has a wire for itself.
+        shared: True if messages share one wire. False if every message has a wire for itself.
     """
 
     def __init__(self, clock: Clock, costs: CostModel, *, shared: bool) -> None:
@@ -63,13 +64,13 @@ class Link:
         self._current: _Message | None = None
         self._is_urgent = False
         self._since = 0.0
-        self._version = 0  # of the message under way: a call of the clock for an older one is void
+        self._version = 0  # the number of the present transfer; calls of the clock for older ones are ignored
         self.busy_s = 0.0
 
     def send(self, num_bytes: float, then: Callable[..., None], *args: Any, urgent: bool = False) -> None:
         """Sends a message; `then(*args)` is called when it has arrived."""
         seconds = num_bytes / self._bandwidth
-        # Counted when the message is accepted: how long it then waits does not change how much of the wire it uses.
+        # Counted at once, since the time for which the message waits does not change how long it uses the wire.
         self.busy_s += seconds
         if not self._shared:
             self._clock.at(self._clock.now + (self._latency_s + seconds), then, *args)
@@ -78,7 +79,7 @@ class Link:
         if self._current is None:
             self._next()
         elif urgent and not self._is_urgent and (left_s := self._current.left_s + self._since - self._clock.now) > 0:
-            # The bulk message gives way, and goes on later with what is left of it.
+            # The bulk message is interrupted, and the rest of it is sent later.
             self._current.left_s = left_s
             self._bulk.appendleft(self._current)
             self._next()

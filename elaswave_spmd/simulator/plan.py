@@ -1,4 +1,4 @@
-"""A plan without a run: the placement after an event, with its costs and the reasons. Needs no torch."""
+"""Plans without a run: the placement after an event, with its costs and the reasons. Needs no torch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from elaswave_spmd.simulator.shapes import LlamaShape
 LAYERS = 18
 MICROBATCHES_PER_WORKER = 4
 DECLARED = Shardings(grads=P("dp"), optim=P("dp"))  # what the models of this package declare, for sharding=model
-_SHOWN = 16  # stages of a placement; workers of a mesh whose reshard plan is shown
-_WIDTH = 150  # of a line of a reshard plan
+_SHOWN = 16  # the most stages of a placement, hints, and workers of a mesh with its reshard plan, that are shown
+_WIDTH = 150  # the most characters of a line of a reshard plan
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,12 @@ class Plan:
 
     Args:
         case: the healthy placement, the costs and the event.
-        decision: `now`, the placement at once, and `later`, the one when its state is there, if there is another: each
-            with its expected step time (`time.seconds`), its assignment and the state that it moves; and `reasons`.
-        before: a step before the event; `before.seconds` is its expected time.
+        decision: the decision. `now` is the placement at once. `later` is the placement once its state has been moved
+            in the background, or None if there is no other one. Each has its expected step time (`time.seconds`), its
+            assignment and the state that it moves. `reasons` says why.
+        before: the step time before the event; `before.seconds` is the expected number of seconds.
         source: a text that names the origin of the costs.
-        planned_s: seconds that planning took.
+        planned_s: the seconds that planning took.
     """
 
     case: Case
@@ -62,14 +63,15 @@ class Plan:
 
 
 def plan_of(words: Sequence[str], event: str) -> Plan:
-    """The plan for an event, with the settings that words of a command line name.
+    """The plan for an event, with the settings that are named by words of a command line.
 
     Args:
-        event: "fail 6; join 1"; "" for none.
+        words: the words, such as "mesh=dp4_pp4".
+        event: an event such as "fail 6; join 1"; "" for none.
 
     Raises:
-        ConfigError: a setting that cannot be, or no mesh.
-        UserError: a mesh, an event or a profile that cannot be; a plan that does not fit in memory.
+        ConfigError: a setting is invalid, or no mesh is named.
+        UserError: the mesh, the event or the profile is invalid, or no plan fits in memory.
     """
     named = named_settings(words)
     if not any(name.split(".")[0] == "mesh" for name in named) and "train.resume" not in named:
@@ -82,9 +84,9 @@ def make(settings: Settings, named: Collection[str], event: str) -> Plan:
 
     Args:
         settings: the settings of a run.
-        named: names of the settings that the command line names; what depends on a model or a batch has other defaults
-            here than for `train`, whose defaults are for one small worker.
-        event: "fail 6; join 1"; "" for none.
+        named: the names of the settings that the command line names. If it names no model, or no batch, the costs and
+            the number of micro-batches have other defaults than for `train`, whose defaults are for one small worker.
+        event: an event such as "fail 6; join 1"; "" for none.
 
     Raises:
         UserError: see `plan_of`.
@@ -144,7 +146,7 @@ def _num_microbatches(settings: Settings, named: Collection[str], mesh: Mesh) ->
 
 
 def _costs(settings: Settings, named: Collection[str], mesh: Mesh) -> tuple[CostModel, str]:
-    """Costs of the layers, and a text that says where they come from."""
+    """The cost model, and a text that says where the costs come from."""
     names_model = any(name.split(".")[0] == "model" or name == "train.resume" for name in named)
     model, schedule = settings.model, settings.schedule
     if schedule.profile is not None:
@@ -172,14 +174,14 @@ def _splits(settings: Settings) -> bool:
 
 
 def _shape(settings: Settings) -> LlamaShape | None:
-    """Sizes of a model of this package; None for `mlp` and models of the user's own."""
+    """The sizes of a model of this package; None for `mlp` and for models of the user's own."""
     model: ModelSettings = settings.model
     words = 256 if settings.data.tokenizer == "bytes" else 32_000
     if model.target == "llama":
         hidden = int(model.args.get("hidden") or model.d_model * 8 // 3)
         key_share = int(model.args.get("kv_heads") or model.heads) / model.heads
         return LlamaShape(model.layers, model.d_model, hidden, key_share, words)
-    if model.target == "gpt":  # two matrices of width x 4 width: as many parameters as three of width x 8/3 width
+    if model.target == "gpt":  # two matrices of width x 4 width have as many parameters as three of width x 8/3 width
         return LlamaShape(model.layers, model.d_model, model.d_model * 8 // 3, 1.0, words)
     return None
 
@@ -203,7 +205,7 @@ _PROFILE_FIX = "costs.json of a run"
 
 
 def lines(plan: Plan) -> list[str]:
-    """The lines that are printed of a plan."""
+    """The lines of text that show a plan."""
     case, decision = plan.case, plan.decision
     found = [
         f"mesh {case.placement.mesh.shape}, {case.healthy.num_microbatches} micro-batches, event: {case.change}",
@@ -247,7 +249,7 @@ def _moves(decision: Decision) -> list[str]:
 
 
 def _shown_plan(move: Move) -> list[str]:
-    """The reshard plan itself, on meshes that are small enough to read it."""
+    """The lines of the reshard plan itself; empty on meshes that are too large to read it."""
     sharding = move.plan.sharding if move.plan else None
     if sharding is None or not move.copies or sharding.mesh.num_workers > _SHOWN:
         return []

@@ -52,8 +52,8 @@ def main(argv: Sequence[str], program: str) -> int:
     """Plan and print. Returns the exit code.
 
     Raises:
-        ConfigError: an argument or a setting that cannot be.
-        UserError: a mesh, an event or a profile that cannot be; a plan that does not fit in memory.
+        ConfigError: an argument or a setting is invalid.
+        UserError: the mesh, the event or the profile is invalid, or no plan fits in memory.
     """
     if {"-h", "--help"} & set(argv):
         print(

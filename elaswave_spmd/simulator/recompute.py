@@ -1,11 +1,13 @@
-"""A failure within a step: the survivors keep what they have, and the rest is executed in virtual time.
+"""A failure within a step: the survivors keep what they have, and the rest of the step is executed in virtual time.
 
-Modelled: the lost worker's forwards and partial sums are gone, so that its micro-batches run through its stage again on
-its peers, from activations and gradients that their senders kept: forward, backward, and the weight gradients that it
-had put off or made. Everything else stays; what a worker that is left has put off is its own affair. Survivors run
-whatever is ready, within the limits of the new assignment. Slightly too slow: an action that was under way when the
-worker was lost begins again. Not modelled: partial sums that the lost worker had completed and sent (fewer
-micro-batches would run again), and messages that are sent again.
+Modelled: the lost worker's forwards and partial sums are gone. So its micro-batches run through its stage again on its
+peers, from activations and gradients that their senders have kept: forward, backward, and weight gradients, whether or
+not it had put them off. All other results stay, and survivors still have the weight gradients to run that they have put
+off. Survivors run whatever is ready, within the limits of the new assignment.
+
+The result is slightly too slow, because actions that were in progress when the worker was lost begin again. Not
+modelled: partial sums that the lost worker had completed and sent, with which fewer micro-batches would run again, and
+the messages that are sent again.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ from elaswave_spmd.simulator.work import Span, Work
 
 @dataclass(frozen=True)
 class RecomputedStep:
-    """A step that a loss fell into. Detection is not counted.
+    """A step in which workers were lost. The time of detecting the loss is not included.
 
     Args:
-        whole_s: seconds of the undisturbed step.
-        kept: actions that were finished before the loss, those of lost workers included.
-        rest: actions after it; times count from the step's start.
-        seconds: duration of the whole step.
+        whole_s: the seconds of the undisturbed step.
+        kept: the actions that were finished before the loss, including those of lost workers.
+        rest: the actions after the loss. Their times count from the start of the step.
+        seconds: the duration of the whole step.
     """
 
     whole_s: float
@@ -40,12 +42,15 @@ class RecomputedStep:
 def recompute_step(
     assignment: Assignment, costs: CostModel, gone: Collection[int], at: float, undisturbed: Run | None = None
 ) -> RecomputedStep | None:
-    """The step in which workers are lost at second `at`.
+    """The step in which workers are lost, executed in virtual time.
 
     Args:
+        gone: the ranks of the lost workers.
+        at: the seconds from the start of the step until the loss.
         undisturbed: the same step without the loss, if it has been executed already.
 
-    Returns: None if a stage lost all its workers: then nothing of the step is kept.
+    Returns:
+        The step. None if a stage has lost all its workers, so that nothing of the step is kept.
     """
     lost = frozenset(gone)
     stages = tuple(tuple(rank for rank in members if rank not in lost) for members in assignment.stages)
@@ -78,8 +83,9 @@ def _reassign(
     *,
     splits: bool,
 ) -> tuple[int, ...]:
-    """The workers of a stage's micro-batches: those of lost workers go to the members with the least left to run."""
+    """The workers of a stage's micro-batches. Those of lost workers go to the members with the least left to run."""
     left, kinds = dict.fromkeys(members, 0.0), (FORWARD, BACKWARD, WEIGHTS if splits else BACKWARD)
+    # In units of a forward. A whole backward counts as two, and so do its two parts together.
     for microbatch, rank in enumerate(owners):
         if rank in left:
             left[rank] += sum(PipelineAction(stage, kind, microbatch) not in done for kind in kinds)

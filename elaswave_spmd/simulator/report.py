@@ -1,4 +1,4 @@
-"""The result of a scenario as tables, figures and JSON. Nothing here computes."""
+"""The result of a scenario as tables, figures and JSON. Nothing is computed here."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ Cell = str | float | int | None
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under a header; numbers are rounded where they are shown.
+    """Rows of cells under a header.
 
     Args:
-        rows: a cell for each of `columns`; numbers as they were computed.
+        title: the title of the table.
+        columns: the header.
+        rows: each has a cell for each of `columns`. Numbers are as they were computed, and are rounded when shown.
+        notes: lines below the table.
     """
 
     title: str
@@ -37,12 +40,15 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """Bars in groups, or lines over numbers.
+    """A figure with groups of bars, or with lines.
 
     Args:
-        name: the name of its file.
-        ticks: the labels of groups or points; numbers for lines.
-        series: name -> a value for each tick; None: no value.
+        name: the last part of the name of its file.
+        title: the title of the figure.
+        x, y: the labels of the axes.
+        ticks: the labels of the groups of bars, or the x values of the points of lines.
+        series: name -> a value for each tick, or None for no value.
+        lines: True for lines.
     """
 
     name: str
@@ -59,8 +65,10 @@ class Report:
     """All tables and figures of a scenario.
 
     Args:
-        name: of the scenario.
-        about: what was modelled, and how.
+        name: the name of the scenario.
+        title: its title.
+        about: a text on what was modelled, and how.
+        tables, figures: the results.
     """
 
     name: str
@@ -70,7 +78,7 @@ class Report:
     figures: tuple[Figure, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data; infinite numbers are null."""
+        """The tables as plain data. Numbers that are not finite become None."""
         tables = []
         for table in self.tables:
             rows = [dict(zip(table.columns, map(_plain, row), strict=True)) for row in table.rows]
@@ -78,7 +86,10 @@ class Report:
         return {"scenario": self.name, "title": self.title, "about": self.about, "tables": tables}
 
     def write(self, folder: Path) -> list[Path]:
-        """Writes JSON, a self-contained HTML page and, where matplotlib is installed, the figures as PNG.
+        """Writes JSON, a self-contained HTML page and, if matplotlib is installed, the figures as PNG.
+
+        Returns:
+            The paths of the files.
 
         Raises:
             PlanError: the folder cannot be written.
@@ -181,7 +192,7 @@ def draw(figure: Figure, form: str) -> bytes:
 
 
 def _folded(text: str, width: int = 14) -> str:
-    """Words on several lines, for labels under bars."""
+    """The text with its words on several lines of about `width` characters, for labels under bars."""
     lines = [""]
     for word in text.split():
         if lines[-1] and len(lines[-1]) + len(word) >= width:

@@ -15,17 +15,23 @@ from elaswave_spmd.simulator.work import Work, owners_of
 
 @dataclass(frozen=True)
 class Reroute:
-    """Micro-batches of a lost worker go to its data-parallel peers; layers stay.
+    """Micro-batches of a lost worker go to its data-parallel peers, and layers stay.
 
-    Modelled, in virtual time: micro-batches rerouted to the least loaded peers; a worker runs whatever is ready, and
-    backwards first; backward split in two halves (gradients of inputs, of weights), the second put off into bubbles as
-    far as there is memory for its activations (no mirrors take any); an optimizer that is staggered by stages, so that
-    this may reach into the next step; or whole backwards, if that is faster; but never faster than before the change,
-    since without losses it runs plain 1F1B. A slow worker is waited for, or treated as lost, whichever is faster. Not
-    modelled: its search for the best order, and stages that have lost all workers.
+    Modelled, in virtual time:
+
+    - Micro-batches are rerouted to the least loaded peers. A worker runs whatever is ready, backwards first.
+    - Backwards are split in two halves, for the gradients of inputs and of weights. The second half is put off into
+      bubbles, as far as there is memory for its activations. There are no mirrors, which would need memory.
+    - The optimizer is staggered by stages, so that the second halves may reach into the next step.
+    - Or backwards are whole, if that is faster.
+    - A step is never faster than before the change, since without losses the policy runs plain 1F1B.
+    - A slow worker is waited for, or treated as lost, whichever is faster.
+
+    Not modelled: its search for the best order, and stages that have lost all workers.
 
     Args:
-        split: backward may be split; False: micro-batches are rerouted, and nothing else changes.
+        split: True if backwards may be split. False if micro-batches are rerouted, and nothing else changes.
+        name: the name in tables.
     """
 
     split: bool = True
@@ -46,7 +52,7 @@ class Reroute:
             return Outcome(self.name, math.inf, 0, recovery_s, "a stage has lost all its workers")
         sizes = [len(members) for members in work.stages]
         tail_s = reduction_tail_s(work.layer_cuts, sizes, (), case.after, replace(case.rule, mirror_count=0))
-        orders = [execute(work, case.after, wires=SHARED).step_s + tail_s]  # no optimizer is staggered here
+        orders = [execute(work, case.after, wires=SHARED).step_s + tail_s]  # without a staggered optimizer
         if self.split:
             halves = replace(work, limits=_room(case, work), weight_share=0.5)
             orders.append(execute(halves, case.after, wires=SHARED, steps=2, by_stage=True).step_s)
@@ -57,11 +63,12 @@ class Reroute:
 
 
 def rerouted(healthy: Assignment, costs: CostModel, lost: Collection[int]) -> Work | None:
-    """The healthy step with the micro-batches of some workers assigned to the others of their stages.
+    """The healthy step, with the micro-batches of lost workers assigned to the other workers of their stages.
 
-    One more micro-batch is in flight than in 1F1B, since micro-batches come from several workers then.
+    One more micro-batch may be in flight than in 1F1B, since a worker then gets micro-batches from several workers.
 
-    Returns: None if a stage has no other workers.
+    Returns:
+        The work. None if a stage has lost all its workers.
     """
     owners, stages = [], []
     for members, of_stage in zip(healthy.stages, owners_of(healthy), strict=True):
@@ -81,7 +88,10 @@ def rerouted(healthy: Assignment, costs: CostModel, lost: Collection[int]) -> Wo
 
 
 def _room(case: Case, work: Work) -> tuple[int, ...]:
-    """By stage, the micro-batches whose activations a worker has room for; at least as many as in a healthy step."""
+    """For each stage, the number of micro-batches whose activations fit in a worker's memory.
+
+    It is at least the number that are in flight in a healthy step.
+    """
     rule, found = replace(case.rule, mirror_count=0), []
     kept = case.costs.prefix("activation_bytes")
     for stage, members in enumerate(work.stages):
@@ -94,7 +104,7 @@ def _room(case: Case, work: Work) -> tuple[int, ...]:
 
 
 def _turns(assignment: Assignment) -> tuple[int, ...]:
-    """The priority of each micro-batch: its place among those of its first worker, so that all workers take turns."""
+    """The priority of each micro-batch: its position among those of its first-stage worker. So workers take turns."""
     seen: dict[int, int] = {}
     found = []
     for rank in owners_of(assignment)[0]:

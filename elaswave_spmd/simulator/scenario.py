@@ -24,12 +24,14 @@ FOLDER = Path(__file__).parent / "scenarios"
 class EventCase:
     """A mesh of whole replicas, and the workers that are lost or slow.
 
+    Either `event` or `lose` is given.
+
     Args:
         name: the name of its row.
         mesh: the name of the mesh, as on the command line.
-        microbatches: micro-batches of a step.
-        event: the event, as on the command line; or else
-        lose: numbers of workers that are lost, a row each; the workers are drawn at random.
+        microbatches: the number of micro-batches of a step.
+        event: the event, as on the command line.
+        lose: numbers of workers that are lost, with one row for each number. The workers are drawn at random.
         model: a model in place of the scenario's.
     """
 
@@ -75,13 +77,16 @@ class Events:
     """A scenario of single changes.
 
     Args:
+        title, about: the title and the text of its report.
         cases: its rows.
         model: {alike: LAYERS} or {llama: NAME}, and arguments of shapes.alike or shapes.llama.
-        memory: bytes of a worker, as a multiple of what the fullest one needs on the healthy mesh; None: no limit.
-        zero: ZeRO level, the name of a set of specs.
-        steps: remaining steps, over which moves have to pay.
-        optimum: compute the exact optimum beside the policies.
-        draws: number of random draws of the lost workers.
+        memory: the memory of a worker, as a multiple of what the fullest worker needs on the healthy mesh; None for no
+            limit.
+        zero: the ZeRO level, 0 to 3.
+        steps: the number of remaining steps, over which moves have to pay.
+        optimum: True to compute the exact optimum beside the policies.
+        draws: the number of random draws of the lost workers.
+        seed: the seed of the draws.
     """
 
     title: str
@@ -127,11 +132,17 @@ class Events:
 
 @dataclass(frozen=True)
 class Goodput:
-    """A scenario of weeks of failures; fields as in failures.Fleet, Repair and goodput.Stalls.
+    """A scenario of weeks of failures. The fields not listed here are as in failures.Fleet, Repair and goodput.Stalls.
 
     Args:
-        devices, spares: one number or several; each combination is a row.
-        highest_frequency: the highest relative frequency of our policy, which has a row of its own with it.
+        title, about: the title and the text of its report.
+        devices, spares: one number or several. There is a table for each number of spares, with a row for each number
+            of devices.
+        model: as for `Events`.
+        days: the time that is simulated.
+        failures: the fields of failures.FailureRate that differ from its defaults.
+        highest_frequency: the highest relative frequency of our policy, in a column of its own.
+        seed: the seed of the failures.
     """
 
     title: str
@@ -191,11 +202,11 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Events | Goodput:
-    """A scenario by its name, or by the path of a YAML file.
+    """Load a scenario by its name, or by the path of a YAML file.
 
     Raises:
-        ConfigError: there is none, it is no YAML, or it contradicts itself.
-        PlanError: an event, a model or a fleet that cannot be.
+        ConfigError: there is no such scenario, it is not YAML, or it contradicts itself.
+        PlanError: an event, a model or a fleet in it is invalid.
     """
     path = FOLDER / f"{name}.yaml" if name in names() else Path(os.path.expanduser(name))
     where = f"scenario={name}"
@@ -217,12 +228,15 @@ def load(name: str) -> Events | Goodput:
 
 
 def model_of(model: Mapping[str, Any]) -> CostModel:
-    """The cost model that {alike: 24} or {llama: 7B, tokens: 4096} stands for. tflops: of one worker. weight_share: the
-    part of a backward that our workers may put off; 0: backwards are whole.
+    """The cost model that a mapping such as {alike: 24} or {llama: 7B, tokens: 4096} stands for.
+
+    Args:
+        model: `alike` or `llama`, and arguments of shapes.alike or shapes.llama. `tflops`, of one worker, takes the
+            place of `flops`.
 
     Raises:
-        ConfigError: neither, both, or arguments that are none.
-        PlanError: a model that there is not.
+        ConfigError: it has neither or both, or another argument is unknown or invalid.
+        PlanError: the model does not exist.
     """
     data = dict(model) if isinstance(model, Mapping) else {}
     where = f"model: {model}"
@@ -245,7 +259,7 @@ def model_of(model: Mapping[str, Any]) -> CostModel:
 
 
 _LEAST = {"alike": 1, "tokens": 1, "tflops": 1e-6, "bandwidth": 1.0}
-"""The smallest value of a number of a model; 0 for others."""
+"""Argument of a model -> its smallest value. It is 0 for arguments that are not here."""
 
 _MODEL = {
     "alike": {"alike", "forward_s", "backward_s", "bandwidth", "latency_s", "tokens", "weight_share"},
@@ -257,7 +271,11 @@ _Made = TypeVar("_Made", bound="EventCase | Events | Goodput | FailureRate")
 
 
 def _make(kind: type[_Made], data: object, where: str) -> _Made:
-    """A dataclass of a mapping with its fields' names."""
+    """Make a dataclass from a mapping with the names of its fields.
+
+    Raises:
+        ConfigError: the data is no mapping, or a field is unknown, missing or invalid.
+    """
     known = {field.name: field for field in fields(kind)}
     needed = {name for name, f in known.items() if f.default is MISSING and f.default_factory is MISSING}
     if not isinstance(data, Mapping):
@@ -286,7 +304,7 @@ def _text(value: object, where: str) -> None:
 
 
 def _several(value: object, where: str) -> tuple[Any, ...]:
-    """A list, or one value as a list of it."""
+    """A list as a tuple, or a single value as a tuple of one."""
     if isinstance(value, (str, Mapping)) or value is None:
         raise _wrong(f"{where}: {_shown(value)} is no number", "it is a number or a list of numbers", fix="[1, 2]")
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)

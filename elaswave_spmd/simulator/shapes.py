@@ -1,7 +1,7 @@
 """Cost models that are computed, not measured: equal layers, and Llama shapes on a device of an assumed speed.
 
-Modelled seconds are floating-point operations over a sustained rate. Tables show ratios, in which the rate cancels out
-except against links.
+Modelled seconds are floating-point operations divided by a sustained rate. Tables show ratios, in which the rate
+cancels out, except relative to the speed of links.
 """
 
 from __future__ import annotations
@@ -19,14 +19,23 @@ from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.sharding import P, Shardings
 
 STATE_SHARDED = Shardings(optim=P("dp"))
-"""The specs of modelled placements: optimizer state is shared by the workers of a stage."""
+"""The shardings of modelled placements: optimizer state is sharded over the workers of a stage."""
 
-_STATE, _VALUE, _GRADIENT = 12, 2, 4  # bytes of a parameter: fp32 master and two moments; bf16; fp32 sums
+# Bytes of a parameter: fp32 master and two moments; its bf16 value; its gradient in fp32.
+_STATE, _VALUE, _GRADIENT = 12, 2, 4
 
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Sizes of a Llama model: layers, width, width of the feed-forward part, heads of keys over heads, words."""
+    """The sizes of a Llama model.
+
+    Args:
+        layers: the number of transformer layers.
+        width: the model's width, d_model.
+        hidden: the width of the feed-forward part.
+        key_share: the number of key and value heads divided by the number of heads.
+        words: the size of the vocabulary.
+    """
 
     layers: int
     width: int
@@ -36,7 +45,7 @@ class LlamaShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one transformer layer, without norms."""
+        """The number of parameters of one transformer layer, without norms."""
         return int(self.width * self.width * (2 + 2 * self.key_share)) + 3 * self.width * self.hidden
 
 
@@ -48,7 +57,7 @@ LLAMAS: Mapping[str, LlamaShape] = MappingProxyType(
         "405B": LlamaShape(126, 16384, 53248, 1 / 16, 128256),
     }
 )
-"""Touvron et al., 2023 (7B, 13B; 34B as published with Code Llama); Llama 3, 2024 (405B)."""
+"""Sources: Touvron et al., 2023 (7B, 13B; 34B as published with Code Llama); Llama 3, 2024 (405B)."""
 
 
 def alike(
@@ -61,14 +70,19 @@ def alike(
     tokens: int = 4096,
     weight_share: float = WEIGHT_SHARE,
 ) -> CostModel:
-    """Equal layers: the seconds of the emulated accelerator's defaults, the bytes of a layer of Llama 7B.
+    """A model of equal layers, with the seconds of the emulated accelerator's defaults and the bytes of Llama 7B.
 
     Args:
-        weight_share: the part of a backward that makes weight gradients, which our workers may put off; 0: backwards
-            are whole.
+        layers: the number of layers.
+        forward_s, backward_s: the seconds of one micro-batch through a layer.
+        bandwidth: the bandwidth of a link, in bytes per second.
+        latency_s: the latency of a link, in seconds.
+        tokens: the number of tokens of one micro-batch, which decides the size of activations.
+        weight_share: the fraction of a backward that makes weight gradients, which our workers may put off. 0 if
+            backwards are whole.
 
     Raises:
-        PlanError: no layer, or a share that is none.
+        PlanError: there is no layer, or `weight_share` is not a valid fraction.
     """
     shape = LLAMAS["7B"]
     one = _layer("", shape.layer_parameters, (forward_s, backward_s), shape.width, tokens, weight_share)
@@ -84,21 +98,22 @@ def llama(
     latency_s: float = 1e-5,
     weight_share: float = WEIGHT_SHARE,
 ) -> CostModel:
-    """Embedding, transformer layers and head of a Llama model.
+    """The cost model of a Llama model: embedding, transformer layers and head.
 
-    Forward takes 2 operations for each parameter and token and 2 x width x tokens for each token of causal attention,
-    backward twice that. 24 bytes for each token and micro-batch of width stay between the two (fused attention, norms
-    and the product inside the feed-forward part computed again), and as many until the weight gradients of a layer
-    whose backward is in two parts: of all but the embedding.
+    A forward takes 2 operations for each parameter and token, and 2 x width x tokens for each token of causal
+    attention. A backward takes twice that. For each token of a micro-batch a transformer layer keeps 24 x width bytes
+    from the forward to the backward, with fused attention, and with the norms and the product inside the feed-forward
+    part computed again. It keeps as many from the backward to the weight gradients, if the backward is in two parts,
+    which it may be in all layers but the embedding.
 
     Args:
         name: a key of LLAMAS, or the sizes themselves.
-        tokens: tokens of one micro-batch.
-        flops: operations per second that one worker sustains.
-        weight_share: as for `alike`.
+        tokens: the number of tokens of one micro-batch.
+        flops: the operations per second that one worker sustains.
+        bandwidth, latency_s, weight_share: as for `alike`.
 
     Raises:
-        PlanError: no such model, or a share that is none.
+        PlanError: there is no such model, or `weight_share` is not a valid fraction.
     """
     if isinstance(name, str) and name not in LLAMAS:
         raise PlanError(f"no Llama shape is called {name}", where="model", exists=", ".join(LLAMAS), fix="llama: 7B")
@@ -117,10 +132,10 @@ def llama(
 
 
 def healthy(mesh: Mesh, costs: CostModel, num_microbatches: int, shardings: Shardings = STATE_SHARDED) -> Placement:
-    """The placement of a new mesh: layers balanced over the stages by their seconds, micro-batches assigned evenly.
+    """The placement on a healthy mesh: layers are balanced over the stages by their seconds, micro-batches are even.
 
     Raises:
-        PlanError: more stages than layers, or fewer micro-batches than one for each worker of the first stage.
+        PlanError: there are more stages than layers, or there is no micro-batch.
     """
     sizes = [len(members) for members in mesh.stages]
     if len(sizes) > len(costs.layers):

@@ -1,4 +1,4 @@
-"""A scenario as it is asked for: by its name, and with settings of `train` in place of its own."""
+"""Loading a scenario as a user asks for it: by name, with settings of `train` in place of its own."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.simulator import scenario
 
 _SETTINGS = {"sharding": "zero", "sharding.name": "zero", "train.steps": "steps", "seed": "seed"}
-"""Settings of `train` that mean the same for a scenario, and the scenario's name for each."""
+"""Setting of `train` that has the same meaning for a scenario -> the scenario's name for it."""
 
 
 def scenario_of(name: str, words: Sequence[str]) -> scenario.Events | scenario.Goodput:
-    """The scenario of a name or YAML file, with the settings that words of a command line name.
+    """The scenario with this name or YAML file, with the settings that are named by words of a command line.
 
     Raises:
-        ConfigError: a scenario or a setting that cannot be; a setting that this scenario has no use for.
+        ConfigError: the scenario or a setting is invalid, or the scenario has no such setting.
     """
     if not name:
         raise ConfigError(
@@ -32,10 +32,10 @@ def scenario_of(name: str, words: Sequence[str]) -> scenario.Events | scenario.G
 def with_settings(
     chosen: scenario.Events | scenario.Goodput, words: Sequence[str]
 ) -> scenario.Events | scenario.Goodput:
-    """The scenario with the settings that the command line names in place of its own.
+    """The scenario with the settings that are named by words of a command line in place of its own.
 
     Raises:
-        ConfigError: a setting that this scenario has no use for.
+        ConfigError: a setting is invalid, or the scenario has no such setting.
     """
     settings, changes = settings_from(words), {}
     values = {"zero": settings.sharding.zero_level, "steps": settings.train.steps, "seed": settings.seed}

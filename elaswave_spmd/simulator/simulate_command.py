@@ -18,7 +18,7 @@ from elaswave_spmd.simulator.simulate import scenario_of
 from elaswave_spmd.simulator.trace import Timeline
 
 _OWN = {"scenario": "", "out": "", "trace": "", "json": "false"}
-_WIDTH = 200  # where there is no terminal: a line of a log is one line
+_WIDTH = 200  # the width of the tables if the output is no terminal
 
 USAGE = """usage: {program} simulate scenario=NAME [out=FOLDER] [trace=CASE] [json=true] [sharding=zero1] ...
 
@@ -41,8 +41,8 @@ def main(argv: Sequence[str], program: str) -> int:
     """Simulate, print and write. Returns the exit code.
 
     Raises:
-        ConfigError: an argument, a setting or a scenario that cannot be.
-        PlanError: an event, a model or a fleet that cannot be; a folder that cannot be written.
+        ConfigError: an argument, a setting or the scenario is invalid.
+        PlanError: an event, a model or a fleet is invalid, or the folder cannot be written.
     """
     if {"-h", "--help"} & set(argv):
         names = ", ".join(scenario.names())

@@ -1,7 +1,7 @@
-"""The traffic of a step beside activations: partial sums, reduced gradients to mirrors, new parameters to the stage.
+"""The traffic of a step besides activations: partial sums, reduced gradients to mirrors, new parameters to the stage.
 
-The bytes are those of `step_time.traffic_bytes`, but message by message: the partial sum of a tree node is sent when
-the gradients of its last micro-batch are there. Each worker is the primary of an equal part of its stage's pages.
+The bytes are those of `step_time.traffic_bytes`, but sent message by message. The partial sum of a tree node is sent
+when the gradients of its last micro-batch are there. Each worker is the primary of an equal part of its stage's pages.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ class Sums:
     """The reductions and publications of one step after another.
 
     Args:
-        rule: the specs, and the number of mirrors.
-        microbatch_order: Placement.microbatch_order; in time-major order every gradient is sent by itself.
+        work: the work of each step.
+        costs: the sizes of the layers.
+        rule: the shardings, and the number of mirrors.
+        microbatch_order: `Placement.microbatch_order`. Unless it is CONTIGUOUS, every gradient is sent by itself.
+        links: rank -> the worker's outgoing link.
+        clock: the virtual time.
         known: called with the step when all replicas have the reduced gradients of all layers.
     """
 
@@ -42,15 +46,15 @@ class Sums:
         self._clock = clock
         self._known = known
         self._node_of: dict[tuple[int, int], int] = {}  # (stage, micro-batch) -> number of the tree node
-        self._microbatches_of: list[int] = []
-        self._nodes = [0] * work.num_stages
+        self._microbatches_of: list[int] = []  # of each tree node
+        self._nodes = [0] * work.num_stages  # the number of tree nodes of each stage
         self._num_workers = sum(map(len, work.stages))
         for stage, owners in enumerate(work.owners):
             self._split(stage, owners, microbatch_order)
-        self._missing: dict[tuple[int, int], int] = {}  # (step, node) -> micro-batches
-        self._nodes_left: dict[tuple[int, int], int] = {}  # (step, layer) -> nodes
-        self._sends_left: dict[tuple[int, int], int] = {}
-        self._layers_left: dict[int, int] = {}
+        self._missing: dict[tuple[int, int], int] = {}  # (step, node) -> micro-batches without gradients
+        self._nodes_left: dict[tuple[int, int], int] = {}  # (step, layer) -> nodes that have not arrived
+        self._sends_left: dict[tuple[int, int], int] = {}  # (step, layer) -> messages to mirrors that have not arrived
+        self._layers_left: dict[int, int] = {}  # step -> layers that are not reduced everywhere
         self._stage_of = [s for s in range(work.num_stages) for _ in range(*work.layer_cuts[s : s + 2])]
 
     def _split(self, stage: int, owners: Sequence[int], microbatch_order: str) -> None:
@@ -58,7 +62,8 @@ class Sums:
         for microbatch, rank in enumerate(owners):
             microbatches[rank].append(microbatch)
         for mine in microbatches.values():
-            # Contiguous micro-batches are added up as far as the tree allows; in turns, each is sent by itself.
+            # A worker with contiguous micro-batches adds them up as far as the tree allows. In another order each
+            # gradient is sent by itself.
             nodes = maximal_nodes(mine, len(owners)) if microbatch_order == CONTIGUOUS else [(u, u + 1) for u in mine]
             for node in nodes:
                 for microbatch in range(*node):
@@ -69,10 +74,10 @@ class Sums:
     def gradients_begin(
         self, step: int, rank: int, stage: int, microbatch: int, ends: Sequence[tuple[int, float]]
     ) -> None:
-        """A worker begins to make a micro-batch's gradients: in a whole backward, or in its second part.
+        """Notes that a worker begins to make a micro-batch's gradients, in a whole backward or in its second part.
 
         Args:
-            ends: (layer, the time at which its gradients will be there).
+            ends: (layer, time at which the gradients of the layer will be there).
         """
         key = step, self._node_of[stage, microbatch]
         left = self._missing.get(key, self._microbatches_of[key[1]]) - 1
@@ -118,15 +123,16 @@ class Sums:
     def publish(self) -> dict[int, float]:
         """Sends the parameters of a step that is applied now.
 
-        Returns: layer -> the time at which its stage has all of them.
+        Links are idle at this moment, since all reduced gradients have arrived. The returned times do not take into
+        account that urgent messages of the next step may go first.
 
-        Links are idle at this moment, since all reduced gradients have arrived. Messages of the next step that go first
-        are not taken into account.
+        Returns:
+            Layer -> the time at which all workers of its stage have its parameters.
         """
         found: dict[int, float] = {}
         for stage, members in enumerate(self._work.stages):
             size, time = len(members), self._clock.now
-            # Mirrors apply the step themselves, so only the other members are sent parameters.
+            # Mirrors apply the step themselves, so parameters are sent only to the other members.
             mirrors = self._rule.mirrors(size, self._num_workers)
             receivers = size - 1 - mirrors if size > 1 and self._rule.state_is_sharded else 0
             for layer in range(*self._work.layer_cuts[stage : stage + 2]):
@@ -140,4 +146,4 @@ class Sums:
 
 
 def _arrived() -> None:
-    """Nothing waits for this message: `publish` has computed when it arrives."""
+    """Do nothing: no action waits for this message, as `publish` has computed when it arrives."""

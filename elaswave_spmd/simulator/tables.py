@@ -1,4 +1,4 @@
-"""Scenarios computed: each gives a Report."""
+"""Computing scenarios: the report of each has its tables and figures."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ ABLATION: tuple[Policy, ...] = (
     Ours(frequencies=FREQUENCIES, name="all + frequency"),
 )
 
-# Replicas of the fleets that are executed action by action, which for a whole fleet takes too long.
-_RECOMPUTED_REPLICAS = 8  # to measure what of a step is computed again
+# The numbers of replicas of fleets that are executed action by action. For a whole fleet this would take too long.
+_RECOMPUTED_REPLICAS = 8  # to measure which fraction of a step is computed again
 _EXECUTED_REPLICAS = 16  # to compare steps with their lower bounds
 
 _MEANS = (
@@ -69,12 +69,13 @@ def run_scenario(name: str, scenario: Events | Goodput, progress: Progress = lam
 
 
 def timeline_of(scenario: Events | Goodput, label: str = "") -> Timeline | None:
-    """The answer of our policy to one case in virtual time, step by step; of several draws, the first.
+    """The timeline of one case with our policy, in virtual time. If lost workers are drawn, it shows the first draw.
 
     Args:
         label: the row of the case; "" for the first one.
 
-    Returns: None for weeks of failures, and where our policy cannot go on.
+    Returns:
+        The timeline. None for weeks of failures, and if our policy cannot go on.
 
     Raises:
         ConfigError: no row has this name.
@@ -91,7 +92,7 @@ def timeline_of(scenario: Events | Goodput, label: str = "") -> Timeline | None:
 
 
 def cases_of(scenario: Events, row: EventCase) -> list[tuple[str, list[Case]]]:
-    """The rows that a case of a scenario stands for, and the cases that each is the mean of."""
+    """The (label, cases) of each row that a case of a scenario stands for. The row shows the mean of the cases."""
     costs = model_of(row.model or scenario.model or {})
     mesh = Mesh.initial(MeshShape.parse(row.mesh))
     shardings = Shardings().with_zero(scenario.zero)
@@ -170,7 +171,7 @@ _GROUPINGS = ("case", "ours", "layers", "best", "layers of the best", "groupings
 
 
 def _grouping(ours: Outcome, least: Optimum | None) -> tuple[Cell, ...]:
-    """The grouping that our policy chose, and the best one."""
+    """The cells for the grouping that our policy chose, and for the best one."""
     chosen = [ours.decision.last.assignment] if ours.decision else []
     shown = []
     for assignment in chosen + ([least.assignment] if least else []):
@@ -217,7 +218,7 @@ def survivors(scenario: Goodput, steps: Table) -> tuple[Survivor, ...]:
     """The policies of a goodput scenario.
 
     Args:
-        steps: the table of `executed`; its last row has the factors by which steps exceed their bounds.
+        steps: the table of `executed`. Its last row has the factors by which steps exceed their bounds.
     """
     highest, (ours, rerouted) = scenario.highest_frequency, (float(cell or 1) for cell in steps.rows[-1][-2:])
     return (
@@ -261,15 +262,15 @@ def _goodput(name: str, scenario: Goodput, progress: Progress) -> Report:
 
 
 def _small(scenario: Goodput, replicas: int) -> Placement:
-    """The healthy placement of a fleet with so few replicas that its actions can be executed."""
+    """The healthy placement of a fleet like the scenario's, but with few replicas, so that it can be executed."""
     mesh = Mesh.initial(MeshShape.of(dp=replicas, pp=scenario.stages))
     return healthy(mesh, model_of(scenario.model), replicas * scenario.microbatches)
 
 
 def recomputed_share(scenario: Goodput) -> float:
-    """The part of a step that is computed again after a loss, where the rest is kept.
+    """The fraction of a step that is computed again after a loss, if the rest of the step is kept.
 
-    It is measured in virtual time on fewer replicas than the fleet has, which gives too large a part.
+    It is measured in virtual time on fewer replicas than the fleet has, which makes it too large.
     """
     case = Case(_small(scenario, _RECOMPUTED_REPLICAS), model_of(scenario.model), Change())
     whole_s = case.seconds(case.healthy_split, case.costs)
@@ -278,9 +279,10 @@ def recomputed_share(scenario: Goodput) -> float:
 
 
 def executed(scenario: Goodput) -> Table:
-    """A comparison of the lower bounds of `goodput` with executed steps, on few replicas.
+    """The table that compares the lower bounds of `goodput` with executed steps, on few replicas.
 
-    The last row is the mean over the rows with workers missing; the last two columns are relative to the whole fleet.
+    The last two columns are the factors by which steps exceed their bounds, divided by those of the whole fleet, and at
+    least 1. The last row is the mean over the rows with workers missing.
     """
     replicas = _EXECUTED_REPLICAS
     costs, placement, stages = model_of(scenario.model), _small(scenario, replicas), scenario.stages

@@ -16,14 +16,21 @@ from elaswave_spmd.simulator.policies import MOST_ACTIONS, Case, Outcome, column
 
 @dataclass(frozen=True)
 class Templates:
-    """Each replica is a pipeline of its own; one that loses workers goes on with the template for as many as it has.
+    """Each replica is a pipeline of its own. If it loses workers, it goes on with a template for fewer workers.
 
-    Modelled: templates for half the healthy width (rounded up) and more, if they fit in memory, each with its best cuts
-    for 1F1B on equal workers; the workers of a pipeline that is too short for any go to the shortest others;
-    micro-batches assigned to pipelines so that the slowest takes least; the global batch stays. A slow worker is waited
-    for, or dropped, whichever is faster. State is sharded over the pipelines as it is over replicas, without mirrors.
-    Recovery: half a step again where workers are lost, and the busiest worker's new layers over its link. Not modelled:
-    pipelines that wait for each other where they synchronise layer by layer.
+    Modelled:
+
+    - There are templates for half the healthy number of stages (rounded up) and more, if they fit in memory. Each has
+      the best cuts for 1F1B on equal workers.
+    - If a pipeline is too short for any template, its workers make up new pipelines, or go to the shortest others.
+    - Micro-batches are assigned to pipelines so that the slowest pipeline is as fast as possible. The global batch
+      stays the same.
+    - A slow worker is waited for, or dropped, whichever is faster.
+    - State is sharded over the pipelines as it is over replicas, without mirrors.
+    - A recovery takes half a step if workers are lost, and the time in which the worker with the most new state gets it
+      over its link.
+
+    Not modelled: pipelines that wait for each other where they synchronise layer by layer.
     """
 
     name: str = "templates"
@@ -39,7 +46,7 @@ class Templates:
         width = len(columns[0])
         left = [[rank for rank in column if rank not in lost] for column in columns]
         chains = _Chains(case, len(columns))
-        # Templates reach down to half the healthy width, or to the shortest pipeline that fits in memory.
+        # The shortest template has half the healthy number of stages, or is the shortest one that fits in memory.
         shortest = next((n for n in range(-(-width // 2), width + 1) if chains.cuts(n) is not None), width + 1)
         pipelines = _regrouped(left, shortest)
         if not pipelines:
@@ -61,7 +68,7 @@ class Templates:
         )
 
     def _copying(self, case: Case, pipelines: Sequence[Sequence[int]], cuts: Sequence[Sequence[int]]) -> float:
-        """Seconds in which the worker with the most new state receives it."""
+        """The seconds in which the worker with the most new state receives it."""
         old, total = case.healthy, case.costs.prefix("state_bytes")
         home = {rank: old.layer_cuts[s : s + 2] for s, members in enumerate(old.stages) for rank in members}
         most = 0
@@ -74,7 +81,14 @@ class Templates:
 
 
 def _regrouped(left: Sequence[Sequence[int]], shortest: int) -> list[list[int]]:
-    """Pipelines that have a template. Workers of too short ones go to the shortest others, or make up new ones."""
+    """The pipelines that have a template.
+
+    The workers of pipelines that are too short make up new ones. Those that remain go to the shortest pipelines.
+
+    Args:
+        left: the workers that are left of each pipeline.
+        shortest: the number of workers of the shortest template.
+    """
     pipelines = [list(ranks) for ranks in left if len(ranks) >= shortest]
     spare = [rank for ranks in left if len(ranks) < shortest for rank in ranks]
     while len(spare) >= shortest:
@@ -85,7 +99,7 @@ def _regrouped(left: Sequence[Sequence[int]], shortest: int) -> list[list[int]]:
 
 
 class _Chains:
-    """The templates: pipelines of single workers of speed 1, with their cuts and their seconds, computed once each."""
+    """The templates: pipelines with one worker of speed 1 per stage. Their cuts and seconds are computed once each."""
 
     def __init__(self, case: Case, pipelines: int) -> None:
         self._microbatches = -(-case.healthy.num_microbatches // pipelines)
@@ -95,9 +109,10 @@ class _Chains:
         self._seconds: dict[tuple[int, int], float] = {}
 
     def cuts(self, size: int) -> tuple[int, ...] | None:
-        """The cuts of the template for so many workers, of which those beyond the number of layers idle.
+        """The cuts of the template for a number of workers. Workers beyond the number of layers are idle.
 
-        Returns: None if no cuts fit in memory.
+        Returns:
+            The cuts. None if no cuts fit in memory.
         """
         number = min(size, len(self._costs.layers))
         if number not in self._cuts:
@@ -109,7 +124,7 @@ class _Chains:
         return self._cuts[number]
 
     def seconds(self, size: int, microbatches: int) -> float:
-        """Seconds of a step with so many workers and micro-batches."""
+        """The seconds of a step of a pipeline with these numbers of workers and micro-batches."""
         if not microbatches:
             return 0.0
         if (size, microbatches) not in self._seconds:
@@ -122,7 +137,13 @@ class _Chains:
         return self._seconds[size, microbatches]
 
     def assign(self, sizes: Sequence[int], speeds: Sequence[float], num_microbatches: int) -> tuple[int, ...]:
-        """The micro-batches of each pipeline: one by one, each to the pipeline that would finish it first."""
+        """The number of micro-batches of each pipeline. They are assigned one by one, to the pipeline that is fastest.
+
+        Args:
+            sizes: the number of workers of each pipeline.
+            speeds: the speed of the slowest worker of each pipeline.
+            num_microbatches: the number of micro-batches of the step.
+        """
         counts = [0] * len(sizes)
         for _ in range(num_microbatches):
             after = [self.seconds(n, c + 1) / v for n, c, v in zip(sizes, counts, speeds, strict=True)]
@@ -131,7 +152,7 @@ class _Chains:
 
 
 def _shared(costs: CostModel, rule: MemoryRule, pipelines: int) -> CostModel:
-    """The costs of one pipeline, which has its share of the state that is sharded over all; workers of speed 1."""
+    """The costs of one pipeline, with its share of the state that is sharded over all. All workers have speed 1."""
     share = rule.state_share(pipelines)
     layers = tuple(replace(layer, state_bytes=math.ceil(layer.state_bytes * share)) for layer in costs.layers)
     return replace(costs, layers=layers, speeds=())

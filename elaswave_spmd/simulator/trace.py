@@ -1,7 +1,7 @@
 """Timelines of virtual time in the format that real runs write with `run.trace=true`: ui.perfetto.dev opens both.
 
-Each worker is a process with one row, actions and the bubbles between them; events are lines over everything, and
-frequencies are numbers of their workers. Times are in virtual seconds here, in microseconds there.
+Each worker is a process of the trace, with one row of actions and the bubbles between them. Events are lines over all
+rows, and frequencies are counters of their workers. Times are virtual seconds here, and microseconds in the file.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class Timeline:
     _rows: dict[int, str] = field(default_factory=dict)
 
     def name_rows(self, stages: Sequence[Sequence[int]]) -> None:
-        """Names the workers' rows by stage. A worker that was named before keeps its name."""
+        """Names the workers' rows by stage. A row that has a name keeps it."""
         for stage, members in enumerate(stages):
             for rank in members:
                 self._rows.setdefault(rank, f"stage {stage}")
 
     def actions(self, spans: Sequence[Span], *, offset: float = 0.0) -> None:
-        """Adds actions of workers, and the gaps between those of a worker within a step.
+        """Adds actions of workers, and bubbles for the gaps between the actions of a worker within a step.
 
         Args:
-            offset: seconds to add to their times.
+            offset: the seconds that are added to all times.
         """
         by_row: dict[tuple[int, int], list[Span]] = {}
         ends: dict[int, tuple[float, float]] = {}
@@ -75,7 +75,7 @@ class Timeline:
         self._found.append(slice_of(row, name, kind, start * _MICRO, stop * _MICRO, **details))
 
     def events(self) -> Iterator[TraceEvent]:
-        """The names of the rows, then all events by time."""
+        """The trace events: first the names of the rows, then all others by time."""
         yield from names_of(_EVENTS, self.title, {1: "events"})
         for worker, name in sorted(self._rows.items()):
             yield from names_of(worker + _FIRST_WORKER, f"worker {worker}", {1: name or "actions"})

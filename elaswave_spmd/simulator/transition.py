@@ -1,8 +1,11 @@
-"""A change of the mesh over time: the interrupted step, micro-batches at once, layers in the background, hints last.
+"""A change of the mesh over time, in phases.
 
-Modelled: steps before and after on the engine, with wires, sums, mirrors and votes; detection; recomputation of the
-lost part of the step; state that moves in the background on what links have left over while steps go on. Not modelled:
-that the background transfer slows messages, and learners' own updates.
+First comes the interrupted step. Then micro-batches are assigned anew at once, layers move in the background, and
+frequency hints are set last.
+
+Modelled: the steps before and after on the engine, with wires, sums, mirrors and votes; the detection of a loss; the
+recomputation of the lost part of the step; and state that moves in the background, with the bandwidth that steps leave
+unused. Not modelled: that the background transfer slows down messages, and the updates of learners.
 """
 
 from __future__ import annotations
@@ -27,19 +30,19 @@ HEALTHY, RECOMPUTED, MICROBATCHES, LAYERS, HINTS = (
     "hints set",
 )
 
-_LOSS_AT = 0.5  # the moment of the loss, as a part of its step: it may come at any moment, and this one is the mean
-_SHOWN = 2  # the most steps of each phase that the timeline shows, and the steps of each that are executed
+_LOSS_AT = 0.5  # the moment of the loss, as a fraction of its step; the mean of all moments
+_SHOWN = 2  # the most steps of each phase that the timeline shows, and the number of steps of each that are executed
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A row of steps that are alike.
+    """A series of equal steps.
 
     Args:
         name: HEALTHY, RECOMPUTED, MICROBATCHES, LAYERS or HINTS.
-        steps: their number; 0: until the run ends.
-        step_s: seconds of each step.
-        start: the time at which the first one begins.
+        steps: the number of steps; 0 if they go on until the run ends.
+        step_s: the seconds of each step.
+        start: the time at which the first step begins, in seconds.
     """
 
     name: str
@@ -54,9 +57,10 @@ class Transition:
 
     Args:
         phases: the phases, one after another.
-        migration_s: seconds from the first step after the loss until layers are in their new places; 0: none move.
-        blocking_s: seconds of the same move if all workers wait for it.
-        timeline: a few steps of each phase.
+        migration_s: the seconds from the first step after the loss until layers are in their new places; 0 if none
+            move.
+        blocking_s: the seconds that the same move would take if all workers waited for it.
+        timeline: the timeline, with a few steps of each phase.
     """
 
     phases: tuple[Phase, ...]
@@ -71,6 +75,8 @@ def simulate_transition(case: Case, decision: Decision) -> Transition:
 
 
 class _Simulation:
+    """One simulation of a transition. `_now` is the virtual time, and `_step` the next step number in the timeline."""
+
     def __init__(self, case: Case, decision: Decision) -> None:
         self._case = case
         self._decision = decision
@@ -94,7 +100,7 @@ class _Simulation:
             self._steps(MICROBATCHES, now, case.after, 0 if not decision.hints else _SHOWN)
         else:
             run = self._run(now, case.after)
-            # State moves on what steps leave of the links. Fully used links still let a little through.
+            # State moves with the bandwidth that steps leave unused, and with at least 5 % of it.
             idle = max(0.05, 1.0 - max(run.link_s.values(), default=0.0) / sum(run.seconds))
             blocking_s = later.move.seconds
             steps = max(1, math.ceil(blocking_s / idle / run.step_s))
@@ -128,9 +134,14 @@ class _Simulation:
         steps: int,
         hints: tuple[Hint, ...] = (),
     ) -> None:
-        """Simulates a phase. Steps that are not shown only take their time."""
+        """Simulates a phase. Steps that are not shown only add their time.
+
+        Args:
+            steps: the number of steps; 0 if they go on until the run ends.
+        """
         shown = min(steps or _SHOWN, _SHOWN)
         run = self._run(assignment, costs, hints)
+        # The last ones of the executed steps are shown, moved to the present time.
         begins = sum(run.seconds[:-shown])
         some = [
             span._replace(start=span.start - begins, stop=span.stop - begins, step=self._step + span.step)

@@ -1,4 +1,4 @@
-"""The work of a step under any policy: a worker for each micro-batch, and the order in which workers choose."""
+"""The work of a step under any policy: which worker runs each micro-batch, and the order in which it runs actions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = (BACKWARD, FORWARD, WEIGHTS)
 
 
 class Span(NamedTuple):
-    """An action that a worker ran from `start` to `stop`, in virtual seconds."""
+    """An action that a worker (a rank) ran from `start` to `stop`, in virtual seconds."""
 
     worker: int
     action: PipelineAction
@@ -31,16 +31,17 @@ class Work:
     """The work of one step, under any policy.
 
     Args:
-        stages: ranks of each stage.
+        stages: the ranks of each stage.
         layer_cuts: stage s runs layers [layer_cuts[s], layer_cuts[s + 1]).
-        owners: per stage, the rank that runs each micro-batch.
-        limits: by stage, the most micro-batches that a worker has in flight.
-        turns: per micro-batch, its priority where several are ready, lowest first; () for the order of their numbers.
-        weight_share: part of every backward that is put off until its worker has nothing else to do, where activations
-            are kept as long (decoupled backward: Tang et al., 2024; Gandhi et al., 2024). 0: it is not so.
-        put_off: by stage, the most micro-batches whose weight gradients a worker puts off, as our workers do: these are
-            not in flight any more, and take their part of the costs' seconds. (): backwards are whole.
-        done: actions whose results exist already.
+        owners: for each stage, the rank that runs each micro-batch.
+        limits: for each stage, the most micro-batches that a worker has in flight.
+        turns: for each micro-batch its priority if several are ready, lowest first; () for the order of their numbers.
+        weight_share: the fraction of every backward that is put off until its worker has nothing else to do, with
+            activations kept until then (decoupled backward: Tang et al., 2024; Gandhi et al., 2024). 0 for none.
+        put_off: for each stage, the most micro-batches whose weight gradients a worker puts off, as our workers do.
+            Such micro-batches are not in flight any more, and the seconds of their weight gradients are those of the
+            cost model. () if backwards are whole.
+        done: the actions whose results exist already.
     """
 
     stages: tuple[tuple[int, ...], ...]
@@ -76,11 +77,11 @@ class Work:
         return bool(self.weight_share or (self.put_off and self.put_off[stage]))
 
     def kinds(self, stage: int) -> tuple[str, ...]:
-        """The kinds of actions of a stage: weight gradients are one of their own where backwards are in two parts."""
+        """The kinds of actions of a stage. Weight gradients are a kind of their own if backwards are in two parts."""
         return KINDS if self.splits(stage) else KINDS[:2]
 
     def left(self, *kinds: str) -> dict[int, int]:
-        """Rank -> the number of actions that it still has to run, of these kinds; of all, if none is named."""
+        """Rank -> the number of actions of these kinds that it still has to run. Without kinds, of all kinds."""
         found = {rank: 0 for members in self.stages for rank in members}
         for stage, of_stage in enumerate(self.owners):
             wanted = kinds or self.kinds(stage)
@@ -89,7 +90,7 @@ class Work:
         return found
 
     def in_flight(self, stage: int, rank: int) -> int:
-        """The micro-batches of which a worker has a forward, and no backward yet, at the beginning."""
+        """The number of micro-batches of which a worker has the forward and not the backward when the work begins."""
         mine = [u for u, owner in enumerate(self.owners[stage]) if owner == rank] if self.done else []
         return sum(
             PipelineAction(stage, FORWARD, u) in self.done and PipelineAction(stage, BACKWARD, u) not in self.done
@@ -98,22 +99,24 @@ class Work:
 
 
 def owners_of(assignment: Assignment) -> tuple[tuple[int, ...], ...]:
-    """Per stage, the rank that runs each micro-batch."""
+    """For each stage, the rank that runs each micro-batch."""
     pairs = zip(assignment.stages, assignment.microbatch_counts, strict=True)
     return tuple(workers_of_microbatches(members, counts, assignment.microbatch_order) for members, counts in pairs)
 
 
 class ReadyOrder:
-    """The order of readiness: a backward, else a forward if few micro-batches are in flight, else gradients of weights.
+    """Chooses the ready action that a worker runs next.
 
-    A micro-batch is in flight until its activations are not needed any more. Gradients of weights come before a
-    backward where no more may be put off.
+    It chooses a backward; else a forward, if not too many micro-batches are in flight; else weight gradients. A
+    micro-batch is in flight as long as its activations are needed. Weight gradients come before a backward if no more
+    of them may be put off.
 
     Args:
         limit: the most micro-batches in flight.
+        turns: as for `Work`.
         last: the kind of action after which a micro-batch is not in flight any more.
-        put_off: the most micro-batches whose gradients of weights are put off.
-        in_flight: micro-batches that are in flight at the beginning.
+        put_off: the most micro-batches whose weight gradients are put off.
+        in_flight: the number of micro-batches that are in flight at the beginning.
     """
 
     def __init__(
@@ -127,15 +130,15 @@ class ReadyOrder:
         self._ready: Mapping[str, list[tuple[float, int, PipelineAction]]] = {kind: [] for kind in KINDS}
 
     def add_ready(self, action: PipelineAction) -> None:
-        """All results that this action waits for have arrived."""
+        """Adds an action whose inputs have all arrived."""
         turn = self._turns[action.microbatch] if self._turns else action.microbatch
         heapq.heappush(self._ready[action.kind], (turn, action.microbatch, action))
 
     def next_action(self, planned: PipelineAction | None = None) -> PipelineAction | None:
-        """Removes and returns the action to begin now; None: the worker has to wait.
+        """Removes and returns the action to begin now. None if the worker has to wait.
 
         Args:
-            planned: the only one that may begin now; None: any.
+            planned: the only action that may begin now; None if any may.
         """
         if planned is not None:
             ready = self._ready[planned.kind]
@@ -147,6 +150,7 @@ class ReadyOrder:
             heapq.heapify(ready)
             self._in_flight += (planned.kind == FORWARD) - (planned.kind == self._last)
             return planned
+        # If no more weight gradients may be put off, some are run before the next backward.
         is_full = len(self._ready[WEIGHTS]) >= self._put_off and self._ready[BACKWARD]
         for kind in (WEIGHTS,) if is_full and self._ready[WEIGHTS] else KINDS:
             if self._ready[kind] and (kind != FORWARD or self._in_flight < self._limit):

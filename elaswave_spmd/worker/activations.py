@@ -1,13 +1,14 @@
-"""Activations: what one layer hands to the next, a tensor or a flat tuple of tensors, and the gradient of it.
+"""Activations and their gradients. An activation is what one layer gives to the next: a tensor or a flat tuple of them.
 
-Floating-point tensors are in the compute dtype, others are as the layer made them; all are contiguous, with the strides
-that follow from their shapes (`in_plain_strides`), and aligned, and so are their gradients. Of a tuple some tensors may
-be without gradient: integers, and what depends on no parameter and no input with a gradient, such as a mask.
-`requires_grad` marks the others; the gradient of an activation has a tensor for each of these. A named tuple arrives at
-the next layer as one with the same fields.
+Floating-point tensors are in the compute dtype, and others have the dtype in which the layer made them. All tensors,
+and their gradients, are aligned and contiguous, with the strides that follow from their shapes (`in_plain_strides`).
 
-Between stages a tensor is sent as it is. The tensors of a tuple are sent together, as bytes, with their forms in the
-message.
+Some tensors of a tuple may have no gradient: integers, and tensors that depend on no parameter and on no input with a
+gradient, such as a mask. `requires_grad` marks the tensors that have one, and the gradient of an activation has one
+tensor for each of them. A named tuple arrives at the next layer as a named tuple with the same fields.
+
+Between stages a single tensor is sent as it is. The tensors of a tuple are sent together as bytes, and the message has
+the dtype and shape of each.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from elaswave_spmd.errors import ModelError
 from elaswave_spmd.recovery.messages import ALIGNMENT, ITEM_BYTES, MOST_TENSORS, TensorForm, aligned
 
 Activation: TypeAlias = Tensor | tuple[Tensor, ...]
-"""What a layer takes and returns, or the gradient of that."""
+"""The input or output of a layer, or the gradient of one."""
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -54,17 +55,17 @@ def like(value: Activation, tensors: Iterable[Tensor]) -> Activation:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Activation) -> Activation:
-    """The function of each tensor of an activation."""
+    """An activation of the same form, whose tensors are the function's results for the tensors of `value`."""
     return function(value) if isinstance(value, Tensor) else like(value, map(function, value))
 
 
 def num_bytes(value: Activation) -> int:
-    """The bytes of all tensors."""
+    """The size of all tensors, in bytes."""
     return value.nbytes if isinstance(value, Tensor) else sum(tensor.nbytes for tensor in value)
 
 
 def in_words(value: object) -> str:
-    """Dtypes and shapes: "float32[2, 16, 32]", or "(float32[2, 16, 32], bool[2, 16])"."""
+    """Dtypes and shapes in words, such as "float32[2, 16, 32]" or "(float32[2, 16, 32], bool[2, 16])"."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, tuple):
@@ -73,7 +74,8 @@ def in_words(value: object) -> str:
 
 
 def forms_of(value: Activation) -> tuple[object, ...]:
-    """A value that is equal for activations of the same form."""
+    """A value that is equal for activations of the same form: field names, and of each tensor dtype, shape and
+    `requires_grad`."""
     names = None if isinstance(value, Tensor) else _fields(value)
     return names, *((tensor.dtype, tuple(tensor.shape), tensor.requires_grad) for tensor in tensors_of(value))
 
@@ -87,10 +89,10 @@ def checked_output(y: object, dtype: torch.dtype, name: str) -> Activation:
     Args:
         y: the output.
         dtype: the compute dtype.
-        name: of the layer.
+        name: the name of the layer.
 
     Returns:
-        The output; each tensor is in plain strides, and floating-point ones are in the compute dtype.
+        The output. Each tensor has plain strides, and floating-point tensors are in the compute dtype.
 
     Raises:
         ModelError: the output is neither a floating-point tensor nor a flat tuple of tensors.
@@ -116,7 +118,7 @@ def checked_output(y: object, dtype: torch.dtype, name: str) -> Activation:
 def in_compute_dtype(value: object, dtype: torch.dtype) -> Activation | None:
     """A tensor, or a flat tuple of tensors, in the form of an activation; None if it is neither.
 
-    Each tensor is in plain strides; floating-point ones are in the compute dtype, others as they are.
+    Each tensor has plain strides. Floating-point tensors are in the compute dtype, others keep their dtype.
     """
     if isinstance(value, Tensor):
         return _converted(value, dtype) if value.dtype in _NAMES else None
@@ -147,24 +149,26 @@ def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def in_plain_strides(tensor: Tensor) -> Tensor:
     """A contiguous tensor with the strides that follow from its shape, as it arrives in another stage.
 
-    A dim of size 1 may have any stride in a contiguous tensor, and kernels are chosen by it: of [8, 64, 1, 1] in the
-    strides of channels_last a group norm, or a convolution of 3 x 3, has other bits on CPUs.
+    In a contiguous tensor a dim of size 1 may have any stride, but torch chooses kernels by it. For example on CPUs a
+    group norm or a 3 x 3 convolution of a tensor [8, 64, 1, 1] has other bits if its strides are those of
+    channels_last.
     """
     shape = tensor.shape
     if 1 not in shape or tensor.stride() == (strides := _plain_strides(shape)):
         return tensor
-    return tensor.as_strided(shape, strides)  # `view` goes on with the strides that it finds
+    return tensor.as_strided(shape, strides)  # `view` would keep the strides that the tensor has
 
 
 def in_own_memory(y: Activation, parameters: Tensor) -> Activation:
-    """A layer's output, without tensors that are part of its parameters, or that are not aligned.
+    """A layer's output, with copies in place of tensors that share memory with its parameters or are not aligned.
 
-    Parameters are updated in place, and with ZeRO-3 their memory is freed behind the layer, while the next layer and
-    stage may need the output for longer. And a tensor that begins in the middle of another one arrives in another stage
-    as an aligned copy, with which kernels may compute other bits (`HostDevice.from_host`).
+    Parameters are updated in place, and with ZeRO-3 their memory is freed after the layer has run, while the next layer
+    or stage may need the output for longer. A tensor that begins in the middle of another one would arrive in another
+    stage as an aligned copy, with which kernels may compute other bits (`HostDevice.from_host`).
 
     Args:
-        parameters: the layer's, flat.
+        y: the output.
+        parameters: the flat buffer of the layer's parameters.
     """
     if isinstance(y, Tensor):
         return y if _is_aligned_alone(y, parameters) else y.clone()
@@ -186,30 +190,35 @@ def _plain_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def handed_on(y: Activation) -> Activation:
-    """A layer's output without its graph, for the next layer or stage; which tensors have a gradient stays marked."""
+    """A layer's output without its graph, for the next layer or stage. Tensors of a tuple that have a gradient stay
+    marked."""
     if isinstance(y, Tensor):
         return y.detach()
     return like(y, (tensor.detach().requires_grad_(tensor.requires_grad) for tensor in y))
 
 
 def marked(y: Activation, marks: Sequence[bool]) -> Activation:
-    """An output that was made without a graph, with its tensors that have a gradient marked."""
+    """An output that was computed without a graph, with the tensors marked that would have a gradient with one.
+
+    Args:
+        marks: for each tensor of a tuple True if it has a gradient, as by `marks_of`.
+    """
     if isinstance(y, Tensor):
         return y
     return like(y, (tensor.detach().requires_grad_(mark) for tensor, mark in zip(y, marks, strict=True)))
 
 
 def marks_of(y: Activation) -> tuple[bool, ...]:
-    """For each tensor True if it has a gradient."""
+    """For each tensor of an output, True if it has a gradient."""
     return tuple(tensor.requires_grad for tensor in tensors_of(y))
 
 
 def leaf(x: Activation, *, passes_gradient: bool) -> Activation:
-    """A layer's input as the begin of its graph.
+    """A layer's input, detached: a leaf at which the autograd graph of the layer begins.
 
     Args:
-        x: what the layer before has handed on.
-        passes_gradient: a layer before this one waits for the gradient.
+        x: the output of the layer before.
+        passes_gradient: True if a layer before this one needs the gradient of the input.
     """
     if isinstance(x, Tensor):
         x = x.detach()
@@ -220,7 +229,7 @@ def leaf(x: Activation, *, passes_gradient: bool) -> Activation:
 def gradient_of(x: Activation) -> Activation | None:
     """The gradient of a layer's input after its backward; None if no tensor of it has one.
 
-    It is zero for a tensor that the layer ignores: the layer before expects a gradient.
+    It is zero for a tensor that the layer does not use, because the layer before expects a gradient of it.
     """
     made = [torch.zeros_like(t, requires_grad=False) if t.grad is None else _aligned(t.grad) for t in graded(x)]
     if isinstance(x, Tensor):
@@ -229,7 +238,7 @@ def gradient_of(x: Activation) -> Activation | None:
 
 
 def _aligned(gradient: Tensor) -> Tensor:
-    """A gradient in the strides of its shape, and aligned, as it arrives in another stage: autograd may give a view."""
+    """A gradient with plain strides, and aligned, as it would arrive in another stage. Autograd may return a view."""
     return in_plain_strides(gradient.clone() if gradient.data_ptr() % ALIGNMENT else gradient)
 
 
@@ -244,7 +253,7 @@ def zero_gradient(y: Activation) -> Activation:
 
 
 def forms_sent(value: Activation) -> tuple[tuple[TensorForm, ...], tuple[str, ...]]:
-    """The forms of the tensors of a tuple and its field names, for a message; nothing for a tensor."""
+    """The forms of the tensors of a tuple and its field names, as a message carries them; both empty for a tensor."""
     if isinstance(value, Tensor):
         return (), ()
     forms = (TensorForm(_NAMES[t.dtype], tuple(t.shape), t.requires_grad) for t in value)
@@ -252,7 +261,7 @@ def forms_sent(value: Activation) -> tuple[tuple[TensorForm, ...], tuple[str, ..
 
 
 def packed(value: Activation) -> Tensor:
-    """An activation as the one tensor that is sent: itself, or the bytes of all tensors of a tuple, uint8."""
+    """An activation as the one tensor that is sent: a tensor itself, or the bytes of all tensors of a tuple, uint8."""
     if isinstance(value, Tensor):
         return value
     flat = torch.zeros(sum(aligned(t.nbytes) for t in value), dtype=torch.uint8, device=value[0].device)
@@ -264,11 +273,11 @@ def packed(value: Activation) -> Tensor:
 
 
 def unpacked(payload: Tensor, forms: Sequence[TensorForm], names: Sequence[str]) -> Activation:
-    """The tuple that was packed, in memory of its own.
+    """The tuple that was packed, each tensor in memory of its own.
 
     Args:
         payload: uint8, of `messages.packed_bytes(forms)` elements.
-        forms, names: as `forms_sent` gave them.
+        forms, names: what `forms_sent` returned for the tuple.
     """
     tensors, begin = [], 0
     for form in forms:
@@ -288,7 +297,7 @@ def _fields(value: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def _of_fields(names: tuple[str, ...], tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """A tuple of these fields, the same type wherever it is made."""
+    """A named tuple with these fields, of the same type for the same fields; a plain tuple if there are no names."""
     return _named(names)(*tensors) if names else tuple(tensors)
 
 

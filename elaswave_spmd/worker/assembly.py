@@ -35,7 +35,7 @@ from elaswave_spmd.worker.programs.inductor import CompiledPrograms
 from elaswave_spmd.worker.programs.xla import XlaPrograms
 
 _COMPARED = 4
-"""Micro-batches of which the form is known before layers are compiled for it."""
+"""The most micro-batches whose form is compared before layers are compiled for that form."""
 
 
 def make_context(
@@ -50,11 +50,11 @@ def make_context(
     """Make the value that the parts of one worker share. Only the layers of its own stage will get memory.
 
     Args:
-        device: that it computes with.
-        channel: to the other workers and the controller.
-        model: as `make_local_model` makes it.
-        data: as `open_datasets` opens them.
-        hooks: what is optional around the worker.
+        device: the device that the worker computes with.
+        channel: the connection to the other workers and the controller.
+        model: the result of `make_local_model`.
+        data: the result of `open_datasets`.
+        hooks: the optional parts around the worker.
     """
     return WorkerContext(rank, plan.job, plan.placement, model, data, device, channel, hooks)
 
@@ -70,7 +70,7 @@ def open_datasets(plan: RunPlan) -> Datasets:
 
 
 def make_local_model(plan: RunPlan, programs: StagePrograms) -> LocalModel:
-    """Make the model as a worker runs it, with programs as `make_programs` makes them. No layer has memory yet."""
+    """Make the model as a worker runs it, with the programs of `make_programs`. No layer has memory yet."""
     made = MadeValues(partial(_make_for_real, plan)) if plan.description.has_own_values else None
     layers, given = _Layers(plan), None
     if begins_with_given_weights(plan.settings):
@@ -80,13 +80,13 @@ def make_local_model(plan: RunPlan, programs: StagePrograms) -> LocalModel:
 
 
 def digests_of(plan: RunPlan, rank: int, model: LocalModel, *, begins: bool) -> tuple[Row, ...]:
-    """Digests of what constructors made for a worker, to be compared with those of the other workers.
+    """Digests of what the constructors of layers made in this worker, to be compared with those of other workers.
 
-    A worker of the first mesh takes the layers that it is to compute or to hold. One that comes later takes those that
-    every worker makes, which are not given as factories.
+    A worker of the first mesh returns them for the layers that it will compute, or whose state it will hold. A worker
+    that joins later returns them for the layers that every worker makes, which are those not given as factories.
 
     Args:
-        begins: the run begins with initial values, and not with a checkpoint.
+        begins: True if the run begins with initial values, and not with a checkpoint.
     """
     layers, placement = plan.description.layout.layers, plan.placement
     if rank in placement.mesh:
@@ -115,13 +115,14 @@ def make_programs(
 ) -> StagePrograms:
     """Make the programs that run the layers of one worker.
 
-    Where layers are compiled, all layers of the model are, so that a worker is ready for any stage.
+    If layers are compiled, all layers of the model are compiled, so that the worker is ready for any stage.
 
     Args:
-        place: where parameters, inputs and outputs lie.
-        frequency: of an emulated device, as a fraction of its highest; asked before every program.
-        compiled: called with the name of each layer when its programs are there.
-        train: the training split, of which the first micro-batch shows the form of all.
+        place: the device of parameters, inputs and outputs.
+        frequency: returns the frequency of an emulated device, as a fraction of its highest. It is called before every
+            program.
+        compiled: called with the name of each layer once its programs exist.
+        train: the training split, whose first micro-batch shows the form of all.
     """
     settings, layout = plan.settings, plan.description.layout
     model = model_of(plan)  # for its loss and its specs; modules of layers come later
@@ -152,10 +153,10 @@ def make_programs(
 
 
 def _example(plan: RunPlan, model: LayeredModel, train: Batches, place: torch.device) -> Example:
-    """A micro-batch of the form that all have: the first of the first step, or zeros in place of tokens.
+    """A micro-batch of the form that all have: zeros for token data, else the first micro-batch of the first step.
 
     Raises:
-        DataError: the next micro-batches have another form. That is seen before minutes of compiling.
+        DataError: one of the next micro-batches has another form. So this is found before minutes of compiling.
     """
     job = plan.job
     if job.is_tokens:
@@ -184,7 +185,8 @@ class _Layers:
         self._modules = model.layers
         self._names = model.layer_names
         self.inputs: Inputs = model.inputs
-        # Constants exist only where a layer is made for real, which is done when the first such layer is asked for.
+        # The numbers of layers whose constants have no values yet. Constants get values only when a layer is made with
+        # memory, which happens when the first such layer is requested.
         self._lacking = {number for number, module in enumerate(self._modules) if has_constants(module)}
 
     def __call__(self, layers: Iterable[int]) -> Mapping[int, nn.Module]:
@@ -194,7 +196,7 @@ class _Layers:
         return {number: self._copy(number) for number in wanted}
 
     def prototype(self, layer: int) -> nn.Module:
-        """The layer without memory for its parameters, only to be read; constants may have values or not."""
+        """The layer without memory for its parameters, only to be read. Its constants may or may not have values."""
         return self._modules[layer]
 
     def _copy(self, number: int) -> nn.Module:
@@ -218,13 +220,13 @@ class _Layers:
 
 
 def _make_for_real(plan: RunPlan, layers: Collection[str]) -> LayeredModel:
-    """The model with memory: all of it, but of the layers that it gives as factories these alone."""
+    """The model with memory. Of the layers that it gives as factories, only those in `layers` are made."""
     return model_of(plan, device="cpu", layers=layers)
 
 
 def _without_memory(module: nn.Module) -> nn.Module:
-    """A layer whose parameters have lost their memory. One that has several names stays one."""
-    empty: dict[int, nn.Parameter] = {}  # id of a parameter, which `named` keeps alive -> the one in its place
+    """The layer, with parameters without memory in place of its own. A parameter with several names stays shared."""
+    empty: dict[int, nn.Parameter] = {}  # id of a parameter, which `named` keeps alive -> its replacement
     named = [(one, name, p) for one in module.modules() for name, p in one.named_parameters(recurse=False)]
     for one, name, parameter in named:
         if id(parameter) not in empty:

@@ -27,7 +27,7 @@ def bind_parameters(module: nn.Module, layout: LayerLayout, flat: Tensor) -> lis
 
     Args:
         module: a layer; its parameters may be on the meta device.
-        layout: of this layer.
+        layout: the layout of this layer.
         flat: [layout.num_value_elements], any float dtype and device.
 
     Returns:
@@ -67,16 +67,16 @@ class ValueBuffer:
     Invariant: a micro-batch of step t runs the layer only when every page is exactly at version t - 1. Mixed versions
     would change the result without any error.
 
-    Frozen pages, once they have values, are at every version: they go with the worker's own version (`keep_frozen`),
-    and their values are copied in once.
+    Frozen pages that have values are right at every version. Their values are copied in once, and their version follows
+    that of the worker (`keep_frozen`).
 
     A new buffer has no values, and its pages have no version. With ZeRO-3 the memory is freed after a step's last
     micro-batch (`drop`), and filled again by the parameters of the next version (`install`).
 
     Args:
-        layout: of the layer.
+        layout: the layout of the layer.
         module: the layer; its parameters become views of the buffer, and its other tensors move to `place`.
-        dtype: of the values, fp32 or bf16.
+        dtype: the dtype of the values, fp32 or bf16.
         place: the device of the values.
     """
 
@@ -98,11 +98,12 @@ class ValueBuffer:
         self._common_version: int | None = None
         self._num_bytes = self.flat.untyped_storage().nbytes()
         self.dropped_at: int | None = None
-        """The version that all pages were at when the buffer was dropped, unless it was asked for again since."""
+        """The version that all pages were at when the buffer was dropped. None if it was not dropped, or if its pages
+        were requested again since then (`expect`)."""
         self.times_marked = 0
-        """Increases whenever pages are marked as having the values of a version. What is made of the values, such as a
-        copy on another device, holds as long as this stays the same. A version would not tell: after a repair the same
-        one comes with other values (docs/protocol.md, H3)."""
+        """Increases whenever pages are marked as having the values of a version. What is derived from the values, such
+        as a copy on another device, is valid as long as this number stays the same. The version is not enough for that,
+        since after a repair the same version has other values (docs/protocol.md, H3)."""
 
     def pages(self, first: int, stop: int) -> Tensor:
         """The values of pages [first, stop): a view [elements] in the compute dtype."""
@@ -123,7 +124,7 @@ class ValueBuffer:
             return
         self.allocate()
         fresh = self._versions[first:stop] < version
-        # Mostly all or none. Pages of a range differ only after a change of the mesh has cut ranges anew.
+        # Nearly always all pages or none. They differ only if a change of the mesh has cut the page ranges differently.
         if fresh.all():
             if not self.are_kept(first, stop):
                 self.pages(first, stop).copy_(values)
@@ -143,7 +144,7 @@ class ValueBuffer:
         return bool(self._any_frozen and (self._frozen & (self._versions != _NO_VERSION))[first:stop].all())
 
     def keep_frozen(self, version: int) -> None:
-        """Take the frozen pages that have values to a version that this worker is at now."""
+        """Raise the version of the frozen pages that have values to the version that this worker is at now."""
         if not self._any_frozen:
             return
         kept = self._frozen & (self._versions != _NO_VERSION)
@@ -177,7 +178,10 @@ class ValueBuffer:
         self._note_common_version()
 
     def forget_beyond(self, version: int) -> None:
-        """Take the version away from all pages that are ahead of one; frozen pages are right at every version."""
+        """Take the version away from all pages that are at a later version than this one.
+
+        Frozen pages are right at every version, so they are set to this one instead.
+        """
         ahead = self._versions > version
         self._versions = np.where(ahead, np.where(self._frozen, version, _NO_VERSION), self._versions)
         self._note_common_version()
@@ -202,7 +206,7 @@ class ValueBuffer:
             self.flat.untyped_storage().resize_(self._num_bytes)
 
     def expect(self) -> None:
-        """Its pages were asked for, again if it was dropped: it is not complete before they have come."""
+        """Note that the pages of the buffer were requested. If it was dropped, `install` fills it again from now on."""
         self.dropped_at = None
 
     def drop(self) -> None:
@@ -218,10 +222,10 @@ class GradientBuffer:
     """The gradient of one layer at one node of the reduction tree: fp32, flat, with a view per parameter.
 
     The elements between parameters (padding, and the loss page) are set to zero once and stay zero, except the loss.
-    Frozen parameters have no place in it.
+    Frozen parameters have no elements in it.
 
     Args:
-        layout: of the layer.
+        layout: the layout of the layer.
         place: the device of the gradient.
     """
 
@@ -232,7 +236,7 @@ class GradientBuffer:
         for start, stop in layout.gradient_gaps:
             self.flat[start:stop] = 0.0
         self.views = [self.flat[s.start : s.stop].view(s.parameter.shape) for s in layout.gradient_slots]
-        self._pages: dict[tuple[int, int], Tensor] = {}  # views of it, made once: the same are wanted in every step
+        self._pages: dict[tuple[int, int], Tensor] = {}  # views of `flat`, cached: every step needs the same ones
 
     def set(self, gradients: Sequence[Tensor | None]) -> None:
         """Overwrites the gradients of all parameters, converting them to fp32.
@@ -257,7 +261,7 @@ class GradientBuffer:
 
     @property
     def weight(self) -> float:
-        """The weight of that loss; 0 where losses have none."""
+        """The weight of the loss in this buffer; 0 if the model's losses have no weights."""
         return float(self._loss_page[1])
 
     @cached_property
@@ -270,8 +274,8 @@ class GradientBuffer:
         """Puts the loss of a micro-batch into the loss page, or adds it to what is there.
 
         Args:
-            loss: fp32, a scalar; or [3]: the loss, its weight, and 1. The last one tells, after all micro-batches are
-                added up, whether losses had weights; where they have none, these elements stay zero.
+            loss: fp32, a scalar; or [3]: the loss, its weight, and 1. After all micro-batches are added up, the last
+                element shows whether losses had weights. If they have none, the last two elements stay zero.
         """
         into = self._loss_page[: len(loss)] if loss.ndim else self.loss
         if add:
@@ -295,7 +299,7 @@ class GradientPool:
     """Gradient buffers of one layer, reused from step to step.
 
     Args:
-        layout: of the layer.
+        layout: the layout of the layer.
         place: the device of the buffers.
     """
 
@@ -324,12 +328,12 @@ class GradientPool:
         self._in_use.remove(buffer)
 
     def release_all(self) -> None:
-        """Returns all buffers to the pool. Called when a step is decided: nobody can ask for its gradients any more."""
+        """Returns all buffers to the pool. Called when a step is decided, as its gradients are not needed any more."""
         self._free += self._in_use
         self._in_use = []
 
     def forget_views(self) -> None:
-        """Page ranges are cut anew: views of the old ones are not wanted any more."""
+        """Drop the cached views of all buffers. Called when the page ranges have changed."""
         for buffer in (*self._free, *self._in_use):
             buffer.forget_views()
 

@@ -1,8 +1,8 @@
 """The watch over the functions that a model has around its layers: inputs(batch), loss(output, batch) and metrics.
 
-They are held to what layers are held to (`layer_watch`): the same result for the same micro-batch, whatever was
-computed before, no draws from generators that nobody has keyed, and nothing that they are given is changed. They have
-no keys, so what is random comes from the dataset or from a layer.
+The rules for layers (`layer_watch`) hold for them, too. They return the same result for the same micro-batch, whatever
+was computed before. They do not draw from generators without keys, and do not change what they are given. They get no
+keys, so random numbers must come from the dataset or from a layer.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class _Function:
     """A function of a model.
 
     Args:
-        name: with its arguments, as a user writes them.
-        draw: where its random numbers belong.
-        given: what it must not change, in words.
+        name: its name with its arguments, as a user writes them.
+        draw: where random numbers should be drawn instead; for the fix in errors.
+        given: what it is computed from, in words.
     """
 
     name: str
@@ -58,12 +58,14 @@ _LOSS, _METRICS = (
 def checked_inputs(
     inputs: Inputs, batches: Sequence[Any], dtype: torch.dtype, place: torch.device
 ) -> tuple[Activation, Activation]:
-    """The inputs of the first layer for two micro-batches, the first of which is computed again after the other one.
+    """Check `inputs(batch)`, and return the inputs of the first layer for two micro-batches.
+
+    The input of the first micro-batch is computed again after that of the other one, and compared.
 
     Raises:
         ModelError: `inputs(batch)` returns something else than it should, has two results for one micro-batch, draws
-            from a generator, or changes the batch or what it has returned before.
-        Exception: whatever it raises, with a note that names it and the batch.
+            from a generator without keys, or changes the batch or what it has returned before.
+        Exception: whatever `inputs(batch)` raises, with a note that names it and the batch.
     """
     runs = [_Run(dict(leaves_of(batch)), lambda batch=batch: first_input(inputs, batch, dtype)) for batch in batches]
     return _run_both(_INPUTS, runs, place)
@@ -76,16 +78,16 @@ def refuse_functions(
     batches: Sequence[Any],
     place: torch.device,
 ) -> None:
-    """Refuse what a model's loss and metrics do by themselves, to tell it from what the last layer does.
+    """Refuse a loss or metrics that break the rules by themselves, and not because of the last layer.
 
     Args:
-        loss, metrics: of the model, as its code has them; None: it has no metrics.
-        outputs: of the last layer for two micro-batches, each tensor of a tuple.
+        loss, metrics: the functions of the model's own code; `metrics` is None if the model has none.
+        outputs: the output of the last layer for each of the two micro-batches.
         batches: the two micro-batches.
 
     Raises:
-        ModelError: as `checked_inputs` does.
-        Exception: whatever they raise.
+        ModelError: for the same reasons as `checked_inputs`.
+        Exception: whatever the functions raise.
     """
 
     def scores(output: Activation, batch: Any) -> tuple[Tensor, ...]:
@@ -108,14 +110,18 @@ def refuse_functions(
 
 @dataclass(frozen=True)
 class _Run:
-    """A call of a function for one micro-batch, with the tensors that it is given by their names for a user."""
+    """A call of a function for one micro-batch, with the tensors that it is given, by their names for errors."""
 
     given: Mapping[str, Tensor]
     call: Callable[[], Activation]
 
 
 def _run_both(function: _Function, runs: Sequence[_Run], place: torch.device) -> tuple[Activation, Activation]:
-    """Run two micro-batches, and the first one again. Returns the results of both."""
+    """Run a function for two micro-batches, and for the first one again. Returns the results for both.
+
+    Raises:
+        ModelError: the two results for the first micro-batch differ, or the function changes something.
+    """
     first, other = runs
     once = _run(function, first, place)
     kept = [tensor.detach().clone() for tensor in tensors_of(once)]
@@ -142,7 +148,7 @@ def _run_both(function: _Function, runs: Sequence[_Run], place: torch.device) ->
 
 
 def _run(function: _Function, run: _Run, place: torch.device) -> Activation:
-    """Run one micro-batch, and see that nothing else has changed."""
+    """Run a function for one micro-batch, and check that it changes nothing."""
     before, process = {name: value.clone() for name, value in run.given.items()}, process_state(place)
     found = run.call()
     refuse_process(function.name, function.draw, process, process_state(place), where=function.name)
@@ -159,6 +165,6 @@ def _run(function: _Function, run: _Run, place: torch.device) -> Activation:
 
 
 def _named_output(output: Activation) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an output with their names for a user."""
+    """The tensors of an output with their names for errors."""
     for number, tensor in enumerate(tensors_of(output)):
         yield "output" if isinstance(output, Tensor) else f"output [{number}]", tensor

@@ -1,8 +1,8 @@
 """Reduced gradients through the process group of a stage (`runtime.collectives=group`), in place of links.
 
 One all-to-all for each layer brings the reduced gradients of its pages, with the norms of the pages, from the primaries
-in the stage to their mirrors in it. Mirrors in other stages and learners are sent theirs over links. When an exchange
-is issued, and what becomes of it if the group fails, is the same as for partial sums: sum_exchange.py.
+in the stage to their mirrors in it. Mirrors in other stages, and learners, get theirs over links. When an exchange is
+issued, and what happens if the group fails, is the same as for partial sums (sum_exchange.py).
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ class ReducedPages:
     """The reduced gradient of a page range.
 
     Args:
-        gradient: fp32.
-        norms: the norm value of each page, in fp32; none for the loss page.
+        pages: the page range and its replicas.
+        gradient: the reduced gradient of these pages, fp32, flat.
+        norms: the norm value of each page, computed in fp32. Empty for the loss page, which has none.
     """
 
     pages: ReplicaSet
@@ -36,16 +37,16 @@ class ReducedPages:
 class GradientExchange:
     """One all-to-all: reduced gradients of one layer, from all primaries in the stage to their mirrors in it.
 
-    What a member sends to another one is the gradients of all its page ranges in page order, then the norms of all
-    pages in the same order, then zeros: the next member's gradients begin aligned, as those in a message do.
+    A member sends to another one the gradients of all its page ranges in page order, then the norms of all pages in the
+    same order, then zeros. The zeros make the next member's gradients begin aligned, as gradients in a message do.
 
     Args:
-        layer: whose state pages they are of.
-        ranges: member -> the page ranges that it is the primary of and another member is a mirror of, in page order.
+        layer: the layer that the pages belong to.
+        ranges: member -> the page ranges of which it is the primary and another member is a mirror, in page order.
     """
 
     message: ClassVar[str] = "ReducedGradient"
-    """The kind of message that it stands for."""
+    """The kind of message that the exchange replaces."""
 
     layer: int
     ranges: Mapping[int, tuple[ReplicaSet, ...]]
@@ -56,7 +57,7 @@ class GradientExchange:
 
         Args:
             found: all page ranges of the layer.
-            members: of the stage that computes the layer.
+            members: the members of the stage that computes the layer.
         """
         ranges: dict[int, tuple[ReplicaSet, ...]] = {}
         for pages in found:
@@ -74,7 +75,7 @@ class GradientExchange:
         return tuple(pages for pages in self.sent_by(sender) if sender != receiver and receiver in pages.replicas)
 
     def size(self, layout: LayerLayout, sender: int, receiver: int) -> int:
-        """Elements that go from one member to another one."""
+        """The number of elements that one member sends to another one."""
         found = self.between(sender, receiver)
         norms = sum(_num_norms(layout, pages) for pages in found)
         return sum(layout.num_elements(pages.first, pages.stop) for pages in found) + norms + _fill(norms)
@@ -82,7 +83,11 @@ class GradientExchange:
     def pack(
         self, sender: int, receivers: Sequence[int], reduced: Mapping[PageRange, ReducedPages]
     ) -> dict[int, list[Tensor]]:
-        """The parts that go from one member to others, by receiver; receivers that get nothing are left out."""
+        """The tensors that one member sends, by receiver. Receivers that get nothing are left out.
+
+        Args:
+            reduced: at least the reduced gradients of the page ranges that the sender sends.
+        """
         parts, norms, sizes = dict[int, list[Tensor]](), list[float](), list[int]()
         for receiver in receivers:
             if not (found := [reduced[pages.key] for pages in self.between(sender, receiver)]):
@@ -93,7 +98,7 @@ class GradientExchange:
             sizes.append(len(norms) - before)
             parts[receiver] = [one.gradient for one in found]
         if parts:
-            # At once for all receivers: on a device each copy from the host is waited for.
+            # One copy for all receivers, because each copy from the host to a device has to be waited for.
             place = next(iter(parts.values()))[0].device
             behind = torch.tensor(norms, dtype=torch.float32, device=place).split(sizes)
             for mine, rest in zip(parts.values(), behind, strict=True):
@@ -101,10 +106,14 @@ class GradientExchange:
         return parts
 
     def unpack(self, layout: LayerLayout, receiver: int, came: Mapping[int, Tensor]) -> list[ReducedPages]:
-        """The parts that have come from other members, in the memory in which they came: there is nothing else in it.
+        """The reduced gradients that other members have sent.
+
+        They are slices of the received memory. Keeping them wastes little, as it contains nothing but them, their norms
+        and padding.
 
         Args:
-            came: sender -> what `pack` has made for the receiver, one part behind the other, or padding.
+            came: sender -> what it has sent to the receiver: the tensors that `pack` made, one after the other, or only
+                padding.
         """
         gradients, behind = list[tuple[ReplicaSet, Tensor]](), list[Tensor]()
         for sender, values in came.items():
@@ -114,7 +123,7 @@ class GradientExchange:
             *mine, rest = values.split([*sizes, len(values) - sum(sizes)])
             gradients += zip(ranges, mine, strict=True)
             behind.append(rest[: sum(_num_norms(layout, pages) for pages in ranges)])
-        # Waits for the device, as a primary does that makes the norms: they are voted with.
+        # `tolist` waits for the device. A primary waits in the same way when it computes the norms: votes contain them.
         norms = iter(torch.cat(behind).tolist() if behind else ())
         return [ReducedPages(p, value, [next(norms) for _ in range(_num_norms(layout, p))]) for p, value in gradients]
 
@@ -129,5 +138,5 @@ def _num_norms(layout: LayerLayout, pages: ReplicaSet) -> int:
 
 
 def _fill(norms: int) -> int:
-    """The number of zeros that come behind so many norms."""
+    """The number of zeros that follow this many norms, so that what comes next is aligned."""
     return -norms % ALIGNMENT

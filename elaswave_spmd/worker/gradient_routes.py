@@ -1,4 +1,4 @@
-"""The way of a layer's gradient: which worker is the primary of which of its pages."""
+"""Routes of gradients: to which replica set, and so to which primary, each page of a layer's gradient goes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from elaswave_spmd.sharding.replicas import ReplicaMap, ReplicaSet
 
 @dataclass(frozen=True)
 class Route:
-    """The way of one page range of a layer's gradient buffer.
+    """Where the gradient of one page range of a layer goes.
 
     Args:
-        first, stop: pages of the layer's gradient buffer.
-        pages: the replica set that they are added to: the same pages, or for a tied parameter those of its source.
+        layer: the layer whose gradient it is.
+        first, stop: the pages [first, stop) of the layer's gradient buffer.
+        pages: the replica set that they are added to. It is of the same pages, or for a tied parameter of the pages of
+            its source.
     """
 
     layer: int

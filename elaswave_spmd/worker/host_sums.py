@@ -1,8 +1,8 @@
-"""Sums of one host's workers are added up on the host before they go to others (`runtime.collectives=group`, E8).
+"""Adding up the sums of one host's workers before they go to other hosts (`runtime.collectives=group`, E8).
 
-If the micro-batches of a whole host are a node of the reduction tree, a primary on another host is then sent one sum in
-place of one from each worker of the host. The additions are still those of the tree: a worker of the host, the
-*collector* of that primary's pages, makes some of them in place of the primary.
+If the micro-batches of a whole host are a node of the reduction tree, a primary on another host gets one sum from the
+host instead of one from each of its workers. The additions are still those of the tree. But some of them are made by a
+worker of the sending host, the *collector* of that primary's pages, and not by the primary.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class Hosts:
         return candidates[at] if candidates else None
 
     def added_up(self, nodes: NodesByWorker, num_microbatches: int) -> dict[int, tuple[Node, ...]]:
-        """Worker -> the tree nodes of its host, once those of the host's workers are added as far as the tree allows.
+        """Worker -> the tree nodes of its host, after the sums of the host's workers are added as far as possible.
+
+        Two sums can be added if they are the children of a node of the reduction tree.
 
         Args:
             nodes: worker -> the tree nodes that it can complete by itself.

@@ -1,4 +1,4 @@
-"""Kinds of layers: layers of the same code, parameters and settings, one of which stands for all in a check."""
+"""Kinds of layers: layers with the same code, parameters and settings, of which only one has to be checked."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 
 def kind_of(module: nn.Module) -> object:
-    """A value that is equal for layers of the same code, parameters and settings: one of them stands for all.
+    """A value that is equal for layers with the same code, the same shapes and dtypes, and the same settings.
 
-    What cannot be compared makes a layer a kind of its own.
+    A layer with an attribute that cannot be compared is a kind of its own.
 
     Args:
         module: a layer; only the shapes and dtypes of its tensors are read, so it may be on the meta device.
@@ -27,7 +27,11 @@ def _attributes(module: nn.Module) -> object:
 
 
 def _comparable(value: Any, inside: tuple[int, ...]) -> object:
-    """A value that is hashable, and equal for equal values; `inside`: ids of the containers that it lies in."""
+    """A value that is hashable, and equal for equal values.
+
+    Args:
+        inside: the ids of the containers around `value`, by which a container that contains itself is recognised.
+    """
     if isinstance(value, Tensor):
         return "tensor", tuple(value.shape), value.dtype
     if isinstance(value, Mapping | list | tuple):

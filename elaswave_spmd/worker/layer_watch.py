@@ -1,9 +1,9 @@
-"""The watch over one copy of a layer: what the layer must leave as it is while it computes, before and after each run.
+"""The watch over one copy of a layer: comparisons before and after each run of what the layer must not change.
 
-A layer keeps nothing from one call to the next but what its first call settles for good, whichever micro-batch came
-first, such as a table. So a copy may change its own buffers and attributes during its first micro-batch, never its
-parameters, and nothing from then on. That is compared with what a copy keeps whose first micro-batch was
-another one.
+A layer must not keep state from one call to the next. The one exception is what its first call sets for good and is the
+same for any micro-batch, such as a table that it computes once. So a copy may change its own buffers and attributes
+during its first micro-batch, and nothing after that; it must never change its parameters. What it has set is compared
+with what another copy has set whose first micro-batch was a different one.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _SETTINGS = (
     "get_float32_matmul_precision",
     "is_autocast_enabled",
 )
-"""Functions of torch that tell what all later computations of the process depend on."""
+"""Functions of torch that return settings of the process, on which all later computations depend."""
 
-_IN_PLACE = ("in-place operation", "inplace operation")  # what torch says of the two mistakes that it sees itself
+_IN_PLACE = ("in-place operation", "inplace operation")  # in torch's own errors for changes in place that it detects
 _STATELESS = "a layer keeps nothing from one call to the next: its calls come in another order on every mesh"
 _KEYED = (
     "KeyedDropout(p), called drop(x, keys); other noise from a torch.Generator seeded by keys.seed, keys.step, "
@@ -46,11 +46,11 @@ _CONSTANT = (
 
 @dataclass(frozen=True)
 class LayerState:
-    """Everything that a layer could keep in itself besides parameters.
+    """Everything besides its parameters that a layer could keep in itself.
 
     Args:
-        tensors: buffers, and attributes that are tensors, by their names.
-        numbers: attributes that are numbers or texts.
+        tensors: buffers, and attributes that are tensors, by name.
+        numbers: attributes that are numbers or strings, by name.
     """
 
     tensors: Mapping[str, Tensor]
@@ -58,7 +58,12 @@ class LayerState:
 
     @classmethod
     def of(cls, module: nn.Module, layer: str, *, copy: bool) -> LayerState:
-        """The state of a layer now; `copy`: it may change from now on."""
+        """The state of a layer now.
+
+        Args:
+            layer: the name of the layer, with which the names in the state begin.
+            copy: True to copy the tensors, so that the state stays as it is when the layer changes them in place.
+        """
         tensors, numbers = {}, {}
         for path, one in module.named_modules(prefix=layer):
             own = [(name, value) for name, value in vars(one).items() if name != "training"]
@@ -70,7 +75,7 @@ class LayerState:
         return cls(tensors, numbers)
 
     def difference(self, now: LayerState) -> str | None:
-        """The name of the first value that is another one now. What is new may stay."""
+        """The name of the first value that differs now, or None. Values that are new do not count."""
         for name, old in self.tensors.items():
             if name not in now.tensors or not equal_bits(old, now.tensors[name]):
                 return name
@@ -81,11 +86,11 @@ class LayerState:
 
 
 class LayerWatch:
-    """A comparison around each run of one copy of a layer: `begin`, `look` at any point of the run, `end`.
+    """Comparisons around each run of one copy of a layer: `begin`, `check_settled` at any point of the run, `end`.
 
     Args:
-        values: the copy and its parameters, with initial values.
-        place: the device that computes.
+        values: the buffer of the copy's parameters, with initial values; it has the module as well.
+        place: the device that the layer runs on.
     """
 
     def __init__(self, values: ValueBuffer, place: torch.device) -> None:
@@ -93,23 +98,23 @@ class LayerWatch:
         self._place = place
         self._layer = values.layout.name
         self._made = LayerState.of(values.module, self._layer, copy=True)
-        self._parameters: Tensor | None = None  # a copy of before, during a run
-        self._given: dict[str, tuple[Tensor, Tensor]] = {}  # name -> the tensor, a copy of before
+        self._parameters: Tensor | None = None  # during a run, a copy from before it
+        self._given: dict[str, tuple[Tensor, Tensor]] = {}  # name -> (the tensor, a copy of it)
         self._process: dict[str, object] = {}
         self._settled: LayerState | None = None
 
     @property
     def settled(self) -> LayerState:
-        """The facts that the copy keeps of its first micro-batch, which has been run."""
+        """The copy's own state after its first micro-batch, which must have been run."""
         assert self._settled is not None
         return self._settled
 
     def begin(self, given: Mapping[str, Tensor], keys: Keys) -> None:
-        """A run begins.
+        """Note that a run begins: copy what the layer must not change.
 
         Args:
-            given: what the layer gets and must not change, by names for a user.
-            keys: of the run; other layers of the micro-batch share them.
+            given: the tensors that the layer gets, by their names for errors.
+            keys: the keys of the run, which must not change either, as other layers of the micro-batch share them.
         """
         self._parameters = self._values.flat.detach().clone()
         self._process = process_state(self._place)
@@ -118,14 +123,14 @@ class LayerWatch:
             self.give(name, value)
 
     def give(self, name: str, value: Tensor) -> None:
-        """The layer gets another tensor."""
+        """Note that the layer gets another tensor, which it must not change. `name` is its name for errors."""
         self._given[name] = value, value.clone()
 
     def check_settled(self) -> None:
-        """Compare the layer's own state, at any point.
+        """Compare the layer's own state with that after its first micro-batch. May be called at any point of a run.
 
         Raises:
-            ModelError: it has changed after the layer's first micro-batch.
+            ModelError: the state has changed since.
         """
         if self._settled is None:
             return
@@ -134,10 +139,11 @@ class LayerWatch:
             raise self._change(name, self._settled, now)
 
     def end(self) -> None:
-        """The run has ended.
+        """Note that the run has ended: compare everything with what it was before.
 
         Raises:
-            ModelError: the layer has changed itself, or something else.
+            ModelError: the layer has changed its parameters, its own state, something that it was given, a random
+                generator or a setting of torch.
         """
         layer = f"layer {self._layer}"
         refuse_process(layer, _KEYED, self._process, process_state(self._place), where=layer)
@@ -154,10 +160,10 @@ class LayerWatch:
         self._given.clear()
 
     def refuse_difference(self, other: LayerState) -> None:
-        """Compare what this copy and another one keep after their first micro-batches, which were different ones.
+        """Compare the states of this copy and another one after their first micro-batches, which were different ones.
 
         Raises:
-            ModelError: the layer keeps something of the micro-batch.
+            ModelError: the states differ, so the layer keeps something of a micro-batch.
         """
         if (name := other.difference(self.settled)) is not None:
             raise self._change(name, other, self.settled)
@@ -177,7 +183,7 @@ class LayerWatch:
 
 
 def _refuse_other_parameters(values: ValueBuffer) -> None:
-    """Refuse a layer that has exchanged its parameters, or what is frozen: updates would not reach the new ones."""
+    """Refuse a layer that has replaced a parameter, which updates would not reach, or changed which are frozen."""
     layer = values.layout
     now = dict(values.module.named_parameters(prefix=layer.name, remove_duplicate=False))
     for slot, bound in zip(layer.slots, values.parameters, strict=True):
@@ -206,7 +212,7 @@ def _parameters_changed(layer: str, what: str) -> ModelError:
 
 
 def process_state(place: torch.device) -> dict[str, object]:
-    """The states of the generators that nobody has keyed, by their names, and settings of torch."""
+    """The states of the process's own random generators, which are not keyed, and settings of torch, by name."""
     found: dict[str, object] = {
         "torch's generator": torch.get_rng_state().numpy().tobytes(),
         "Python's random": random.getstate(),
@@ -220,16 +226,16 @@ def process_state(place: torch.device) -> dict[str, object]:
 def refuse_process(
     who: str, draw: str, before: Mapping[str, object], after: Mapping[str, object], *, where: str
 ) -> None:
-    """Refuse who has drawn from a generator that nobody has keyed, or has changed a setting of torch.
+    """Refuse a layer or function that has drawn from a generator without keys, or has changed a setting of torch.
 
     Args:
         who: the layer or function that has run, in words.
-        draw: how it gets its random numbers: the fix.
-        before, after: `process_state`.
+        draw: how it should draw random numbers; the fix in the error.
+        before, after: `process_state` before and after it ran.
         where: as in `UserError`.
 
     Raises:
-        ModelError: a state or setting is another one after than before.
+        ModelError: a state or setting differs.
     """
     changed = [name for name, state in before.items() if state != after[name]]
     if drawn := [name for name in changed if not name.endswith("()")]:
@@ -253,7 +259,7 @@ def refuse_process(
 
 @contextmanager
 def no_in_place(layer: str) -> Iterator[None]:
-    """Turn what torch says of a change in place, which names no layer, into an error that does."""
+    """Context in which torch's own errors about changes in place are replaced by a ModelError that names the layer."""
     try:
         yield
     except RuntimeError as error:
@@ -277,19 +283,19 @@ def _in_place(layer: str, what: str) -> ModelError:
 
 
 def bits_of(value: Tensor) -> Tensor:
-    """The bits of a tensor as integers: NaN is equal to itself, and -0.0 is not 0.0."""
+    """The bits of a tensor as integers, so that NaN is equal to itself and -0.0 is not equal to 0.0."""
     value = value.detach()
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(value.element_size())
     return value.contiguous().view(integer) if value.is_floating_point() and integer is not None else value
 
 
 def equal_bits(one: Tensor, other: Tensor) -> bool:
-    """True if two tensors have one dtype, one shape and the same bits."""
+    """True if two tensors have the same dtype, shape and bits."""
     return one.dtype == other.dtype and torch.equal(bits_of(one), bits_of(other))
 
 
 def difference_of(name: str, one: Tensor, other: Tensor) -> str:
-    """How two results with other bits differ, in words."""
+    """How two results that do not have equal bits differ, in words."""
     if one.shape != other.shape:
         return f"{name} had the shape {list(one.shape)}, then {list(other.shape)}"
     if one.dtype != other.dtype:
@@ -299,4 +305,4 @@ def difference_of(name: str, one: Tensor, other: Tensor) -> str:
 
 
 def _same(one: object, other: object) -> bool:
-    return one == other or (one != one and other != other)  # NaN
+    return one == other or (one != one and other != other)  # both are NaN

@@ -1,7 +1,8 @@
 """The check of a model's loss and metrics: is what they return for a micro-batch a sum over its samples?
 
-A step adds losses up from micro-batches, and a validation metrics, whatever the size of a micro-batch. So each number
-of a batch has to be the sum of those of its halves. Called by the check of the model (model_check.py).
+A step adds up the losses of its micro-batches, and a validation adds up their metrics, whatever the size of a
+micro-batch. So each of these numbers has to be the sum of the numbers of both halves of the batch. Called by the check
+of the model (model_check.py).
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from elaswave_spmd.worker.activations import Activation, in_words, map_tensors
 from elaswave_spmd.worker.inputs import leaves_of, with_leaves
 from elaswave_spmd.worker.programs.scores import checked_loss, scores_of
 
-_LOSS_TOLERANCE = 1e-3  # relative, in fp32: sums of other lengths are rounded otherwise, a mean is off by a factor
+_LOSS_TOLERANCE = 1e-3  # relative: fp32 sums of other lengths are rounded differently, but a mean is wrong by a factor
 _LONGEST_REASON = 200  # characters
 
 
 def refuse_detached(loss: Loss, output: Activation, batch: Any) -> None:
-    """Refuse a loss that autograd cannot follow to the output: all gradients would be zero, and nothing be trained.
+    """Refuse a loss without a graph that leads to the output, with which nothing would be trained.
 
-    A loss of zero may have no gradient: that of a micro-batch in which no sample counts.
+    Only a loss of zero may have no graph, as that of a micro-batch in which no sample counts.
 
     Args:
-        output: of the last layer, each tensor of a tuple.
+        output: the output of the last layer.
 
     Raises:
-        ModelError: the loss is a number without a graph.
+        ModelError: the loss has no graph, and is not zero.
     """
     with torch.enable_grad():
         found = checked_loss(
@@ -52,13 +53,13 @@ def refuse_detached(loss: Loss, output: Activation, batch: Any) -> None:
 
 
 def check_loss(loss: Loss, output: Activation, batch: Any, cut: int) -> str:
-    """Hold the loss of a batch to the sum of the losses of samples [0, cut) and of the others; and its weight, too.
+    """Check that the loss of a batch, and its weight, are the sums of those of samples [0, cut) and of the others.
 
     Args:
-        output: of the last layer, fp32 [samples, ...], each tensor of a tuple.
+        output: the output of the last layer. Its tensors are [samples, ...], floating-point ones in fp32.
 
     Returns:
-        What the loss raised, for one of them: it is held to nothing then; "" if it raised nothing.
+        "" if it was checked. Otherwise the reason why it could not be, such as what the loss raised for a part.
 
     Raises:
         ModelError: they differ by more than rounding explains.
@@ -67,10 +68,10 @@ def check_loss(loss: Loss, output: Activation, batch: Any, cut: int) -> str:
 
 
 def check_metrics(metrics: Metrics, output: Activation, batch: Any, cut: int) -> None:
-    """Hold each metric of a batch, and its weight, to the sums of those of two halves, as `check_loss` does the loss.
+    """Check that each metric of a batch, and its weight, are the sums of those of two parts; see `check_loss`.
 
-    A validation adds metrics up from micro-batches, whatever their number: a mean, or a largest value, would come out
-    as something that depends on the size of micro-batches.
+    A validation adds up the metrics of its micro-batches. If a metric were a mean or a maximum, the result would depend
+    on the size of micro-batches.
     """
 
     def sums(y: Activation, given: Any) -> dict[str, float]:
@@ -81,7 +82,7 @@ def check_metrics(metrics: Metrics, output: Activation, batch: Any, cut: int) ->
 
 @dataclass(frozen=True)
 class _SumRule:
-    """The rule that numbers of a micro-batch are sums over its samples, and what to do where they are not."""
+    """The parts of the error for a loss or metric that is not a sum over samples, as in `UserError`."""
 
     rule: str
     where: str
@@ -104,7 +105,7 @@ _METRICS = _SumRule(
 
 
 def _named_sums(loss: Tensor | tuple[Tensor, Tensor], metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a loss and of metrics that are sums over samples, by the name that an error calls them."""
+    """The numbers of a loss and of metrics that must be sums over samples, by their names for errors."""
     form, values = scores_of(loss, metrics)
     names = ("loss()", *(f"metric {name}" for name in form.names))
     found: dict[str, float] = {}
@@ -118,7 +119,7 @@ def _named_sums(loss: Tensor | tuple[Tensor, Tensor], metrics: Mapping[str, Any]
 def _check_sums(
     sums: Callable[[Activation, Any], dict[str, float]], rule: _SumRule, output: Activation, batch: Any, cut: int
 ) -> str:
-    """Hold each number of a batch to the sum of those of samples [0, cut) and of the others; see `check_loss`."""
+    """Check that each number of a batch is the sum of those of samples [0, cut) and of the others; see `check_loss`."""
     number = leaves_of(batch)[0][1].shape[0] if leaves_of(batch)[0][1].ndim else 0
     if any(not leaf.ndim or leaf.shape[0] != number for _, leaf in leaves_of(batch)):
         return "a tensor of the batch has no dim of samples in front, so half of it cannot be told"
@@ -129,8 +130,8 @@ def _check_sums(
             for part in (slice(None, cut), slice(cut, None))
         )
     except Exception as error:
-        # A function may take nothing but whole micro-batches of what its model puts out, without a graph or with one.
-        # The loss has been computed so before, in the forward.
+        # The function may accept only whole micro-batches, or only the outputs of its own model. That is no mistake: it
+        # was called with such ones before, in the forward.
         return shortened(error)
     for name, of_all in whole.items():
         parts = first.get(name, math.nan), rest.get(name, math.nan)
@@ -146,10 +147,10 @@ def _check_sums(
 
 
 def shortened(error: Exception) -> str:
-    """An exception in words, on one line of bounded length."""
+    """The type and message of an exception, on one line of bounded length."""
     return textwrap.shorten(f"{type(error).__name__}: {error}", _LONGEST_REASON, placeholder=" ...")
 
 
 def _part(value: Activation, samples: slice) -> Activation:
-    """Some samples of an activation."""
+    """A slice of the samples of an activation. Tensors without dims stay whole."""
     return map_tensors(lambda tensor: tensor[samples].contiguous() if tensor.ndim else tensor, value)

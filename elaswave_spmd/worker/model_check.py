@@ -1,19 +1,22 @@
 """The check of a model before the first step: is a micro-batch's result a function of the micro-batch alone?
 
-Everything that a run promises rests on that: a micro-batch may be computed by any worker, after any other one, and
-again after a loss. So before a worker is ready each *kind* of layer is run forward and backward on one micro-batch, by
-the worker's own programs on its own device, and then once more by another copy of the layer that has run another
-micro-batch before. What differs, what changed meanwhile (generators, buffers, inputs) and what is not finite is refused
-with the layer, what was seen and the fix. `inputs(batch)` is held to the same (`function_watch`), and `loss` and
-`metrics` to being sums over samples (`loss_check`).
+Everything that a run promises rests on that, because a micro-batch may be computed by any worker, after any other
+micro-batch, and again after a worker is lost. So before a worker is ready, it runs each *kind* of layer forward and
+backward on one micro-batch, with its own programs on its own device. Then it runs the same micro-batch with another
+copy of the layer, which has run a different micro-batch before. The model is refused if the results differ, if
+something else has changed meanwhile (generators, buffers, inputs), or if a result is not finite. The error names the
+layer, what was observed, and a fix. `inputs(batch)` is checked in the same way (`function_watch`). For `loss` and
+`metrics` it is checked that they are sums over samples (`loss_check`).
 
-A worker cannot see what it does alike at all times: a number of its own, the order of a set, a library of its machine.
-So each reports digests of its results, which the controller compares (controller/model_checks.py), and workers of odd
-rank run the two micro-batches in the other order: a value that the first micro-batch leaves behind for good differs
-between the two. A worker that is alone runs each kind forward once more, after layers that have run the same
-micro-batch: what layers share is another thing then.
+One worker cannot notice what is always the same on it and differs on others: its rank, the order of a set, a library of
+its machine. So each worker reports digests of its results, which the controller compares (controller/model_checks.py).
+Workers of odd rank run the two micro-batches in the other order, so that a value that the first micro-batch leaves
+behind for good differs between workers. A worker without others to compare with runs each kind of layer forward once
+more, after the other layers have run the same micro-batch. State that layers share, such as a global variable, then has
+another value than before.
 
-Nothing is left behind: the copies of layers are dropped, the programs are as before, and no key of a step is used up.
+The check leaves nothing behind: the copies of layers are dropped, the programs are as before, and no random key of a
+step is used up.
 """
 
 from __future__ import annotations
@@ -67,8 +70,10 @@ from elaswave_spmd.worker.spec import Job
 
 DIGEST_BYTES = 16
 _FINITE = "a step whose gradient is not finite is skipped: this model would skip its steps"
-_GRADIENT = 1e-3  # size of the made-up gradient of a layer's output, about what training has
-_DISTURBANCE = 0.01  # of parameters, at most twice; never below what they begin with, as of a variance of zero
+_GRADIENT = 1e-3  # size of the made-up gradient of a layer's output, about that of gradients in training
+# Parameters are disturbed by 0 to 2 times this number. It is only added, since some must not become negative, such as a
+# variance that begins as zero.
+_DISTURBANCE = 0.01
 
 
 @dataclass(frozen=True)
@@ -76,14 +81,14 @@ class LayerCheck:
     """The result of one kind of layer.
 
     Args:
-        layer: number of the first layer of its kind.
-        count: layers of the kind.
-        kept_bytes: what one micro-batch keeps of the layer until its backward.
-        output_bytes: of its output for one micro-batch.
-        put_off_bytes: what one micro-batch keeps of the layer from its backward to its weight gradients, if these are
-            put off: both parts have the bits of the whole backward. Else 0: it stays whole.
-        digest: of outputs and gradients of both micro-batches, as they are trained, and of whether the backward can be
-            in two parts; not of validations, which a run that is resumed may do otherwise.
+        layer: the number of the first layer of the kind.
+        count: the number of layers of the kind.
+        kept_bytes: the bytes that the layer keeps of one micro-batch from its forward to its backward.
+        output_bytes: the size of its output for one micro-batch, in bytes.
+        put_off_bytes: the bytes that the layer keeps of one micro-batch from its backward to its weight gradients, if
+            these are put off. 0 if the backward must stay whole, because in two parts it would have other bits.
+        digest: a hash of the outputs and gradients of both micro-batches in training, and of whether the backward can
+            be in two parts. Validations are not in it, as they may differ in a run that is resumed.
     """
 
     layer: int
@@ -99,11 +104,12 @@ class ModelCheck:
     """A model that has passed.
 
     Args:
-        seconds: that the check took.
+        seconds: the duration of the check.
         layers: the result of each kind of layer.
-        kinds: of each layer of the model, the first one of its kind.
-        loss_unchecked: what the loss raised for half a micro-batch, so that it was held to nothing; or "".
-        samples: a digest of the micro-batches that were read; b"" for tokens, which are read as they are stored.
+        kinds: for each layer of the model, the number of the first layer of its kind.
+        loss_unchecked: the reason why the loss could not be checked, such as what it raised for half a micro-batch; ""
+            if it was checked.
+        samples: a digest of the micro-batches that were read. b"" for tokens, which are read as they are stored.
     """
 
     seconds: float
@@ -115,7 +121,7 @@ class ModelCheck:
 
 @dataclass(frozen=True)
 class Sample:
-    """One of the two micro-batches: its number, the step of its keys, and its samples with their ids."""
+    """One of the two micro-batches: its number (0 or 1), the step of its random keys, its sample ids and its batch."""
 
     number: int
     step: int
@@ -125,7 +131,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class _Result:
-    """A layer's results for one micro-batch; `evaluated` is None where the run does not validate."""
+    """A layer's results for one micro-batch. `evaluated` is None if the run does not validate."""
 
     y: Activation
     dx: Activation | None
@@ -133,7 +139,7 @@ class _Result:
     evaluated: Activation | None
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors with their names for a user."""
+        """The tensors with their names for errors."""
         yield from _named("output", self.y)
         if self.dx is not None:
             yield from _named("the gradient of its input", self.dx)
@@ -142,7 +148,7 @@ class _Result:
             yield from _named("its output in a validation", self.evaluated)
 
     def digest(self) -> bytes:
-        """A hash of all bits that are of training."""
+        """A hash of all bits that training depends on: output and gradients, but not the output in a validation."""
         hashed = hashlib.blake2b(digest_size=DIGEST_BYTES)
         dx = () if self.dx is None else tensors_of(self.dx)
         for value in (*tensors_of(self.y), self.gradient, *dx):
@@ -160,19 +166,20 @@ def check_model(
     alone: bool = False,
     checked: Callable[[str], None] = lambda layer: None,
 ) -> ModelCheck:
-    """Check each kind of layer with the programs of a worker, which run no layer meanwhile.
+    """Check each kind of layer with the programs of a worker. The programs must not be used otherwise meanwhile.
 
     Args:
         model: layers, initial values and programs.
         data: the training split.
-        place: where parameters, inputs and outputs lie.
-        rank: of the worker; those of odd rank begin with the other micro-batch.
-        alone: there is no worker of the other order to compare with. What layers share is tried here.
+        place: the device of parameters, inputs and outputs.
+        rank: the rank of the worker. Workers of odd rank begin with the other micro-batch.
+        alone: True if no worker runs the micro-batches in the other order. Then it is checked here that layers share no
+            state.
         checked: called with the name of each layer that has passed.
 
     Raises:
         ModelError: the model breaks the promise of equal bits.
-        DataError: so does its dataset, or programs are compiled for micro-batches of another form.
+        DataError: the dataset breaks it, or the programs were compiled for micro-batches of another form.
         Exception: whatever the model's code raises, with a note that names the layer.
     """
     began = time.perf_counter()
@@ -184,21 +191,21 @@ def check_model(
         found = check.run(checked)
     finally:
         model.programs.bind({}, {})
-        model.programs.memory = LayerMemory()  # layers are measured when they train, too
+        model.programs.memory = LayerMemory()  # layers are measured again when they train
     read = b"" if job.is_tokens else _check_samples(job, data, samples)
     return ModelCheck(time.perf_counter() - began, found, tuple(check.kinds), check.loss_unchecked, read)
 
 
 @contextmanager
 def refusing_mistakes(place: torch.device) -> Iterator[None]:
-    """Refuse as bad input what the model's code raises inside of this context (`mistake_in_model`).
+    """Context in which an exception of the model's code is replaced by a ModelError (`mistake_in_model`).
 
     Args:
-        place: where the model's code runs.
+        place: the device that the model's code runs on.
 
     Raises:
-        UserError: it is the model's mistake.
-        Exception: anything else that was raised inside.
+        UserError: the exception is a mistake in the model, or is a UserError already.
+        Exception: any other exception that was raised inside.
     """
     try:
         yield
@@ -211,11 +218,11 @@ def refusing_mistakes(place: torch.device) -> Iterator[None]:
 
 
 def mistake_in_model(error: Exception, place: torch.device) -> ModelError | None:
-    """The exception of the model's code in its check, as bad input; None: the machine may be at fault, or we are.
+    """The ModelError for an exception that was raised in the check; None if the model may not be what is wrong.
 
-    An exception that comes out of a layer has a note that names it (`naming_layer`), and so has one of `inputs`, `loss`
-    and `metrics`. Other workers would not raise one for want of memory; and what an accelerator raises may be its own
-    failure.
+    An exception that comes out of a layer has a note that names the layer (`naming_layer`), and so has one from
+    `inputs`, `loss` or `metrics`. Without a note the mistake may be ours. A lack of memory may be that of this worker
+    alone, and an exception on an accelerator may be a failure of the device.
     """
     notes = vars(error).get("__notes__", ())
     lacks = isinstance(error, MemoryError | OSError) or "memory" in str(error)
@@ -259,7 +266,7 @@ def mistake_in_model(error: Exception, place: torch.device) -> ModelError | None
 def _samples(job: Job, data: Batches, place: torch.device) -> tuple[Sample, Sample]:
     """The first micro-batch of the first step, and another one: the last of that step, or the first of the next.
 
-    Both steps have keys of their own, so that what changes with the step is another thing, too.
+    Their keys are of different steps, so that values that depend on the step differ between the two, too.
     """
     size, last = job.microbatch_size, job.num_microbatches - 1
     found = []
@@ -271,11 +278,12 @@ def _samples(job: Job, data: Batches, place: torch.device) -> tuple[Sample, Samp
 
 
 def _read(data: Batches, ids: np.ndarray, place: torch.device, seed: int, step: int) -> Any:
-    """`to_batch`, with what the user's dataset raises as bad input, but for what another attempt might not raise.
+    """`to_batch`, with a DataError in place of what the user's dataset raises.
 
     Raises:
         DataError: the dataset does not return these samples.
-        MemoryError, OSError: their cause may be this machine.
+        MemoryError, OSError: as they were raised, since their cause may be this machine, and another attempt may
+            succeed.
     """
     try:
         return to_batch(data, ids, place, seed, step)
@@ -294,10 +302,10 @@ def _read(data: Batches, ids: np.ndarray, place: torch.device, seed: int, step: 
 
 
 def _check_samples(job: Job, data: Batches, samples: Sequence[Sample]) -> bytes:
-    """Read both micro-batches again, in the other order. Returns a digest, which other workers have to find as well.
+    """Read both micro-batches again, in the other order. Returns a digest, which must be the same on all workers.
 
     Raises:
-        DataError: a dataset does not give the same samples again.
+        DataError: the dataset does not return the same samples again.
     """
     hashed = {}
     for sample in reversed(samples):
@@ -320,7 +328,7 @@ def _check_samples(job: Job, data: Batches, samples: Sequence[Sample]) -> bytes:
 
 
 class _Check:
-    """One check, layer by layer. `first` is the micro-batch that is run twice, `other` the one in between."""
+    """One check, layer by layer. The first of the two samples is run twice, and the other one in between."""
 
     def __init__(
         self, model: LocalModel, job: Job, place: torch.device, samples: Sequence[Sample], *, alone: bool
@@ -336,14 +344,15 @@ class _Check:
         self._last = len(model.layout.layers) - 1
         self.loss_unchecked = ""
         self.kinds: list[int] = []
-        """Of each layer so far, the first one of its kind."""
+        """For each layer so far, the number of the first layer of its kind."""
 
     def run(self, checked: Callable[[str], None]) -> tuple[LayerCheck, ...]:
-        """Run every layer whose kind is new on the outputs of the layers before it."""
-        # Kind -> (its first layer, the outputs of that), number of layers so far. A layer that is like an earlier one
-        # and gets an input of the same form is not run again: its output has the form of that one's.
+        """Check the first layer of each kind, on the outputs of the layers before it."""
+        # Kind -> (the check of its first layer, the outputs of that layer by micro-batch). A layer of a known kind with
+        # an input of the same form is not run: its output would have the same form, so the known outputs are used.
         known: dict[object, tuple[LayerCheck, dict[int, Activation]]] = {}
-        ran: list[tuple[LayerLayout, dict[int, Activation], Activation]] = []  # each kind, its inputs and first output
+        # Of each kind: its first layer, the inputs by micro-batch, and the output for the first sample.
+        ran: list[tuple[LayerLayout, dict[int, Activation], Activation]] = []
         counts: dict[object, int] = {}
         for layer in self._model.layout.layers:
             x = next(iter(self._inputs.values()))
@@ -363,12 +372,13 @@ class _Check:
         return tuple(dataclasses.replace(one, count=counts[kind]) for kind, (one, _) in known.items())
 
     def _refuse_shared(self, layer: LayerLayout, output: Activation) -> None:
-        """Refuse a layer whose output depends on what other layers have computed last, as by a global variable.
+        """Refuse a layer whose output depends on what other layers have computed last, as through a global variable.
 
-        When it was checked, the layers before it had run the other micro-batch last. Here they have run the same one.
+        When the layer was checked, the layers before it had run the other micro-batch last. Now they have run the same
+        micro-batch last.
 
         Args:
-            output: of the first micro-batch, as it was then.
+            output: the layer's output for the first micro-batch, when it was checked.
         """
         values = self._values(layer)
         with _bound(self._programs, layer, values):
@@ -389,12 +399,14 @@ class _Check:
     ) -> None:
         """Refuse a bound layer whose output has other bits with activation checkpointing than without.
 
-        Some operators of torch, such as its LSTM on CPUs, run other kernels where nothing is kept for a backward. A run
-        may be resumed with or without checkpointing, and what is computed again is to be what was handed on. The whole
-        run is done, as keys that a layer uses again in its backward do not show where its forward is repeated.
+        Some operators of torch, such as its LSTM on CPUs, use other kernels if nothing is kept for a backward. But a
+        run may be resumed with or without checkpointing, and the repeated forward must give what the next layer got.
+
+        The whole run is done, not only a forward, because it also refuses a layer that draws masks in its backward
+        (`_refuse_other_masks`). With checkpointing this cannot be seen, as the backward repeats the forward.
 
         Args:
-            output: of the first micro-batch, with checkpointing.
+            output: the layer's output for the first micro-batch, with checkpointing.
         """
         with self._programs.without_checkpointing():
             kept = self._run(layer, values, watch, self._first).y
@@ -415,21 +427,26 @@ class _Check:
         return y
 
     def _backward_of(self, layer: LayerLayout) -> int:
-        """Which backward a layer has: none before the first trained parameter, no gradient of its input there."""
+        """The kind of backward that a layer has.
+
+        Returns:
+            -1 for a layer before the first trained one, which has no backward. 0 for the first trained one, which gives
+            no gradient of its input. 1 for a layer after it.
+        """
         first = self._model.layout.first_trained
         return (layer.index > first) - (layer.index < first)
 
     @contextmanager
     def _telling_functions(self, layer: LayerLayout) -> Iterator[None]:
-        """Turn the refusal of the last layer into one of loss() or metrics() if these do by themselves what was seen.
+        """Context in which a refusal of the last layer is replaced by one of loss() or metrics() if these are to blame.
 
-        They run in the programs of the last layer, which cannot tell them from it.
+        They run within the programs of the last layer, so that the check of the layer cannot tell which one is wrong.
         """
         if layer.index != self._last:
             yield
             return
         samples = self._first, self._other
-        # What is changed in place for good, such as by clamp_, is not seen to change again.
+        # Copied now, since some changes in place, such as by clamp_, change nothing when they are made a second time.
         batches = [with_leaves(one.batch, [leaf.clone() for _, leaf in leaves_of(one.batch)]) for one in samples]
         try:
             yield
@@ -439,7 +456,7 @@ class _Check:
             raise mistake from error
 
     def _mistake_of_functions(self, layer: LayerLayout, batches: Sequence[Any]) -> ModelError | None:
-        """What is wrong with loss() and metrics(), computed alone; None: nothing is, or they cannot be computed so."""
+        """The error of loss() or metrics(), computed alone; None if they are right, or cannot be computed alone."""
         programs, metrics = self._programs, self._programs.metrics if self._job.validates else None
         try:
             module = self._values(layer).module
@@ -448,16 +465,16 @@ class _Check:
         except ModelError as mistake:
             return mistake
         except Exception:
-            return None  # the layer itself may be why; it has been refused
+            return None  # the layer itself may be the cause, and it is refused anyway
         return None
 
     def _check_layer(self, layer: LayerLayout) -> tuple[LayerCheck, dict[int, Activation]]:
-        """Check one layer. Returns its row, and its output by micro-batch: the next layer's input."""
+        """Check one layer. Returns the result, and the layer's output by micro-batch: the next layer's input."""
         compiled = self._programs.num_compiled
         first, other = self._first, self._other
         once, alone = self._run_alone(layer, first)
         ((_, kept, output),) = self._programs.memory.pop_rows()
-        # A copy of its own, which has run another micro-batch: whatever the layer keeps is another thing now.
+        # Another copy of the layer, which runs another micro-batch first. So if the layer keeps something, it differs.
         values = self._values(layer)
         watch = LayerWatch(values, self._place)
         with _bound(self._programs, layer, values):
@@ -474,7 +491,7 @@ class _Check:
             put_off = self._bytes_put_off(layer, values)
             if layer.index == self._last:
                 self._check_loss(layer, values.module)
-            if self._alone:  # it is the other micro-batch that leaves something to the layers behind it
+            if self._alone:  # so that this layer has run the other micro-batch last when the next ones are checked
                 self._forward_alone(layer, other)
         if self._programs.num_compiled > compiled:
             raise ModelError(
@@ -483,23 +500,23 @@ class _Check:
                 fix="read nothing in forward that changes from call to call: a counter, a list that grows",
             )
         digests[first.number], outputs[first.number] = twice.digest(), twice.y
-        # Workers, and a run that is resumed, must find the same about the backward in two parts, too.
+        # All workers must find the same about the backward in two parts, and so must a run that is resumed.
         found = digests[0] + digests[1] + (b"in two parts" if put_off else b"")
         digest = hashlib.blake2b(found, digest_size=DIGEST_BYTES).digest()
         return LayerCheck(layer.index, 1, kept, output, put_off, digest), outputs
 
     def _bytes_put_off(self, layer: LayerLayout, values: ValueBuffer) -> int:
-        """Run the backward in two parts, and compare it with the whole, for both micro-batches.
+        """Run the backward in two parts, and compare it with the whole backward, for both micro-batches.
 
-        Parameters are disturbed meanwhile. Behind a gate that begins at zero, or before a product with a weight that
-        does, all gradients are zero, and nothing would be compared.
+        Parameters are disturbed meanwhile. Otherwise some gradients would all be zero, for example before a gate or a
+        weight that begins as zero, and the comparison would show nothing.
 
         Args:
-            values: of the bound copy of the layer.
+            values: the buffer of the bound copy of the layer.
 
         Returns:
-            The bytes that are kept between the two; 0 if it must stay whole: nothing of it can be put off, it has other
-            bits than the whole, or the layer's code cannot be run so.
+            The bytes that are kept between the two parts. 0 if the backward must stay whole: nothing of it can be put
+            off, in two parts it has other bits, or the layer's code cannot be run in this way.
         """
         programs, first_trained = self._programs, self._model.layout.first_trained
         given = tensors_of(leaf(self._inputs[self._first.number], passes_gradient=True))
@@ -511,8 +528,8 @@ class _Check:
             # All workers try both micro-batches, so that they find the same, whichever they begin with.
             kept = [self._bytes_if_equal(layer, sample) for sample in (self._first, self._other)]
         except Exception:
-            # The whole backward has run twice by now. Code may take nothing but torch's own type of parameters, or no
-            # other values than those that it begins with.
+            # The whole backward has run twice by now, so the layer can be trained. But its code may accept only
+            # torch's own type of parameters, or only the initial values.
             programs.discard_all()
             return 0
         finally:
@@ -521,18 +538,18 @@ class _Check:
         return max(kept) if all(kept) else 0
 
     def _bytes_if_equal(self, layer: LayerLayout, sample: Sample) -> int:
-        """Bytes kept of a micro-batch whose backward in two parts has the bits of the whole; 0 if it has others."""
+        """The bytes kept between the two parts of a backward; 0 if the parts have other bits than the whole."""
         self._programs.set_split_layers([layer.index])
         put_off, found = self._run_in_parts(layer, sample)
         self._programs.set_split_layers(())
         if not put_off:
             return 0
-        # Infinities and what comes of them would be the same whatever is wrong.
+        # Not if there are infinities: they, and what is computed from them, would be equal even if something is wrong.
         same = all(equal_bits(one, other) for one, other in zip(found, self._run_whole(layer, sample), strict=True))
         return put_off if same and all(map(_finite, found)) else 0
 
     def _run_whole(self, layer: LayerLayout, sample: Sample) -> list[Tensor]:
-        """Run a micro-batch, and nothing else. Returns the tensors of its output and gradients."""
+        """Run a micro-batch forward and backward. Returns the tensors of its output and dx, and weight gradients."""
         programs, x, number = self._programs, self._inputs[sample.number], sample.number
         keys = self._keys(layer, sample)
         into = GradientBuffer(layer, self._place)
@@ -543,7 +560,10 @@ class _Check:
         return [*tensors_of(y), *tensors_of(dx), into.flat]
 
     def _run_in_parts(self, layer: LayerLayout, sample: Sample) -> tuple[int, list[Tensor]]:
-        """Run a micro-batch in parts. Returns the bytes that are kept between these; tensors as `_run_whole`."""
+        """Run a micro-batch with its backward in two parts.
+
+        Returns the bytes that are kept between the parts, and tensors as `_run_whole`.
+        """
         programs, x, number = self._programs, self._inputs[sample.number], sample.number
         keys = self._keys(layer, sample)
         into = GradientBuffer(layer, self._place)
@@ -556,7 +576,7 @@ class _Check:
         return put_off, [*tensors_of(y), *tensors_of(dx), into.flat]
 
     def _run_alone(self, layer: LayerLayout, sample: Sample) -> tuple[_Result, LayerState]:
-        """Run one micro-batch with a copy of the layer that serves no other. Returns what the copy keeps as well."""
+        """Run one micro-batch with a new copy of the layer. Returns the result, and the copy's own state after it."""
         values = self._values(layer)
         watch = LayerWatch(values, self._place)
         with _bound(self._programs, layer, values):
@@ -584,11 +604,11 @@ class _Check:
         returned: Activation | None = None,
         sums: GradientBuffer | None = None,
     ) -> _Result:
-        """Run one micro-batch forward and backward, and see that nothing else has changed and all is finite.
+        """Run one micro-batch forward and backward, and check that nothing else changes and that all is finite.
 
         Args:
-            returned: what the copy has returned for the micro-batch before.
-            sums: add the gradients to what is in it.
+            returned: the output of the same copy for the micro-batch before, which must not change either.
+            sums: a buffer to add the gradients to; None to write them into a new one.
         """
         x, batch = self._inputs[sample.number], sample.batch
         keys = self._keys(layer, sample)
@@ -623,17 +643,18 @@ class _Check:
     def _check_addition(self, layer: LayerLayout, values: ValueBuffer, watch: LayerWatch, result: _Result) -> None:
         """Refuse a layer whose gradient, added to that of another micro-batch, is not the sum of the two.
 
-        Workers let autograd add to the buffer of another micro-batch (`gradient_reduction`), and which ones are added
-        so depends on the mesh. Autograd adds a gradient that it makes in two parts part by part.
+        Workers let autograd add gradients to the buffer of another micro-batch (`gradient_reduction`), and it depends
+        on the mesh to which one. If a layer makes autograd compute a gradient in two parts, it adds them one by one,
+        which gives other bits than adding their sum.
 
         Args:
-            result: of the first micro-batch, in a buffer of its own.
+            result: the result of the first micro-batch, in a buffer of its own.
         """
         if self._job.torch_dtype is not torch.float32 or layer.index < self._model.layout.first_trained:
-            return  # there autograd adds to nothing
+            return  # autograd adds only in fp32, and only for layers that have a backward
         sums = GradientBuffer(layer, self._place)
         alone = [result.gradient[slot.start : slot.stop] for slot in layer.gradient_slots]
-        # In place of another micro-batch's gradient: numbers of about this size, none of them the one that is added.
+        # They stand for another micro-batch's gradient: numbers of about the same size, but in other places.
         others = [gradient.roll(1) for gradient in alone]
         sums.set([other.view(view.shape) for other, view in zip(others, sums.views, strict=True)])
         if layer.loss_block is not None:
@@ -653,7 +674,7 @@ class _Check:
                 )
 
     def _refuse_not_finite(self, layer: LayerLayout, sample: Sample, result: _Result, into: GradientBuffer) -> None:
-        """Refuse numbers that are not finite with initial values: no step would ever update the weights."""
+        """Refuse results that are not finite with initial values, since no step would ever update the weights."""
         name, is_last = layer.name, layer.index == self._last
         y = tensors_of(result.y)
         if any(bool(one.isnan().any()) for one in y) or (is_last and not _finite(y[0])):
@@ -682,9 +703,10 @@ class _Check:
             raise self._not_finite(layer, sample, what)
 
     def _not_finite(self, layer: LayerLayout, sample: Sample, what: str) -> UserError:
-        """The error of a layer that gives numbers that are not finite: of the data if these have such numbers.
+        """The error for a layer whose results are not finite. It is a DataError if numbers of the batch are the cause.
 
-        They come to the layer by its input. The loss after the last layer reads them as well.
+        They can be if the layer's input is not finite either. The loss after the last layer also reads the batch
+        itself.
         """
         x_is_finite = all(map(_finite, tensors_of(self._inputs[sample.number])))
         for name, values in leaves_of(sample.batch):
@@ -714,14 +736,14 @@ class _Check:
         )
 
     def _refuse_without_gradient(self, layer: LayerLayout, module: nn.Module) -> None:
-        """Refuse a layer behind whose output autograd sees nothing: it and those before it would never be trained.
+        """Refuse a layer with an output that has no graph: the layer and those before it would never be trained.
 
-        Some parameters may be unused, and some tensors of a tuple have no gradient. Here none has.
+        Some parameters may be unused, and some tensors of a tuple may have no gradient. It is refused if none has one.
         """
         first = self._model.layout.first_trained
         until = self._model.layout.layers[first : layer.index + 1]
-        if not any(one.gradient_slots for one in until):  # nothing that is trained: it may make features of tokens
-            return
+        if not any(one.gradient_slots for one in until):
+            return  # nothing is trained up to here, for example if the layer only makes features of tokens
         x = leaf(self._inputs[self._first.number], passes_gradient=layer.index > first)
         keys = self._keys(layer, self._first)
         with torch.enable_grad(), naming_layer(layer.name, "check of its gradient", x):
@@ -738,12 +760,11 @@ class _Check:
         )
 
     def _check_loss(self, layer: LayerLayout, module: nn.Module) -> None:
-        """Hold the loss of a micro-batch to the sum of the losses of its halves, and its metrics to the sums of theirs.
+        """Check that the loss and the metrics of a micro-batch are the sums of those of its two halves.
 
-        They are computed without the worker's programs, which are made for whole micro-batches; the functions alone are
-        checked.
-        Micro-batches of one sample use both samples. A tensor of the output that has no dims is a term of the
-        micro-batch, not of its samples, and is zero here.
+        The functions are called directly, without the worker's programs, which are made for whole micro-batches. If a
+        micro-batch is a single sample, the two micro-batches together are used. A tensor of the output without dims is
+        a term of the whole micro-batch, not of its samples, and is zero here.
         """
         size = self._job.microbatch_size
         samples = (self._first,) if size > 1 else (self._first, self._other)
@@ -757,7 +778,7 @@ class _Check:
         del outputs  # those of a language model are large
         cut, loss, metrics = number // 2, self._programs.loss, self._programs.metrics
         with torch.no_grad():
-            # Initial outputs are nearly equal and nearly zero, where many a term is too small to be seen.
+            # Initial outputs are nearly equal and nearly zero, so that a wrong term may be too small to be noticed.
             disturbed = map_tensors(_disturbed, output)
             self.loss_unchecked = check_loss(loss, output, batch, cut)
             check_loss(loss, disturbed, batch, cut)
@@ -768,7 +789,7 @@ class _Check:
                 check_metrics(metrics, disturbed, batch, cut)
 
     def _output(self, layer: LayerLayout, module: nn.Module, sample: Sample) -> Activation:
-        """The last layer's output for a micro-batch, floating-point tensors in fp32."""
+        """The last layer's output for a micro-batch, before the loss; floating-point tensors in fp32."""
         x = leaf(self._inputs[sample.number], passes_gradient=False)
         keys = self._keys(layer, sample)
         with torch.no_grad(), naming_layer(layer.name, "check of the loss", x):
@@ -793,13 +814,13 @@ def _compare(layer: str, once: _Result, twice: _Result) -> None:
 
 
 def _refuse_other_masks(layer: str, uses: Mapping[int, int], keys: Keys) -> None:
-    """Refuse a layer that has drawn masks in its backward: its gradient is that of other masks than its output's.
+    """Refuse a layer that draws dropout masks in its backward: its gradient belongs to other masks than its output.
 
-    It is so on every mesh and every time, so that no comparison of results shows it.
+    This is the same on every mesh and at every time, so no comparison of results shows it.
 
     Args:
-        uses: of the keys, after the forward.
-        keys: of the run, after the backward.
+        uses: the uses of the keys after the forward.
+        keys: the keys of the run, after the backward.
     """
     if keys.uses != uses:
         number = sum(keys.uses.values()) - sum(uses.values())
@@ -815,7 +836,7 @@ def _refuse_other_masks(layer: str, uses: Mapping[int, int], keys: Keys) -> None
 
 
 def _difference_of_outputs(before: Activation, now: Activation) -> str:
-    """How two outputs of a layer differ, in words; empty: they have the same bits."""
+    """How two outputs of a layer differ, in words; "" if they have the same bits."""
     pairs = zip(tensors_of(before), tensors_of(now), strict=True)
     return next((difference_of("its output", one, other) for one, other in pairs if not equal_bits(one, other)), "")
 
@@ -824,11 +845,11 @@ def _difference_of_outputs(before: Activation, now: Activation) -> str:
 
 
 def fill_initial(values: ValueBuffer, model: LocalModel, seed: int) -> None:
-    """Fill a layer's buffer with the initial values of all of its parameters, those that others own included."""
+    """Fill a layer's buffer with the initial values of all its parameters, including tied ones that others own."""
     layers = model.layout.layers
     for block in values.layout.blocks:
         owned = block.slots
-        if block.source is not None:  # of a tie: the owner's block has the same slots
+        if block.source is not None:  # a tied parameter: the owner's block has the same slots
             owner, first_page = block.source
             owned = next(b for b in layers[owner].blocks if b.first_page == first_page).slots
         for slot, own in zip(block.slots, owned, strict=True):
@@ -837,7 +858,7 @@ def fill_initial(values: ValueBuffer, model: LocalModel, seed: int) -> None:
 
 
 def _named(name: str, value: Activation) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an activation with their names for a user."""
+    """The tensors of an activation with their names for errors."""
     if isinstance(value, Tensor):
         yield name, value.detach()
     else:
@@ -845,13 +866,13 @@ def _named(name: str, value: Activation) -> Iterator[tuple[str, Tensor]]:
 
 
 def _cat(values: Sequence[Activation]) -> Activation:
-    """Activations of several samples as one."""
+    """The activations of several micro-batches as one."""
     columns = zip(*map(tensors_of, values), strict=True)
     return like(values[0], [torch.cat(column) if column[0].ndim else column[0] for column in columns])
 
 
 def _without_terms(value: Activation) -> Activation:
-    """An output whose terms of the whole micro-batch are zero."""
+    """The output with zeros in place of tensors without dims, which are terms of the whole micro-batch."""
     return value if isinstance(value, Tensor) else map_tensors(lambda t: t if t.ndim else torch.zeros_like(t), value)
 
 
@@ -864,13 +885,13 @@ def _disturbed(tensor: Tensor) -> Tensor:
 
 
 def _made_up_gradient(y: Activation) -> Activation:
-    """A gradient in the form of that of an output, the same at all times, with no two neighbours alike."""
+    """A made-up gradient of an output: always the same numbers, of which no two neighbours are equal."""
     made = [(_GRADIENT * _waves(one)).to(one.dtype) for one in ([y] if isinstance(y, Tensor) else graded(y))]
     return made[0] if isinstance(y, Tensor) else tuple(made)
 
 
 def _waves(like: Tensor) -> Tensor:
-    """Numbers from -1 to 1 in the shape of a tensor, fp32."""
+    """A tensor of the same shape with fixed numbers from -1 to 1, fp32."""
     return torch.arange(like.numel(), dtype=torch.float32).mul_(0.7).cos_().view(like.shape).to(like.device)
 
 
@@ -880,7 +901,7 @@ def _joined(samples: Sequence[Sample]) -> Any:
 
 
 def _of_samples(ids: np.ndarray, values: Tensor) -> str:
-    """Which samples of a micro-batch have numbers that are not finite, in words; "" if that cannot be told."""
+    """Which samples of a micro-batch have numbers that are not finite, in words; "" if this is not known."""
     if not values.ndim or len(values) != len(ids):
         return ""
     wrong = ids[~values.isfinite().reshape(len(ids), -1).all(1).cpu().numpy()]
@@ -888,7 +909,7 @@ def _of_samples(ids: np.ndarray, values: Tensor) -> str:
 
 
 def _listed(values: Sequence[object] | np.ndarray) -> str:
-    """The first ones of some values."""
+    """The first four values in words, and "..." if there are more."""
     return ", ".join(map(str, values[:4])) + (", ..." if len(values) > 4 else "")
 
 
@@ -901,7 +922,7 @@ def _finite(value: Tensor) -> bool:
 
 @contextmanager
 def _bound(programs: StagePrograms, layer: LayerLayout, values: ValueBuffer) -> Iterator[None]:
-    """Bind one layer to the programs, and none afterwards."""
+    """Context in which one layer is bound to the programs. None is bound afterwards."""
     programs.bind({layer.index: values.module}, {layer.index: values})
     try:
         yield

@@ -1,8 +1,8 @@
 """New parameters through the process group of a stage (`runtime.collectives=group`), in place of links.
 
-One all-gather for each layer brings the new values of its pages from their primaries in the stage to all members.
-Links bring them to workers of other stages, which read a tie, and from primaries that belong to other stages. When an
-all-gather is issued, and what becomes of it if the group fails: stage_collectives.py.
+One all-gather for each layer brings the new values of its pages from their primaries in the stage to all members. Links
+are still used for workers of other stages that read a tied parameter, and for primaries that belong to other stages.
+stage_collectives.py describes when an all-gather is issued, and what happens if the group fails.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from elaswave_spmd.sharding.replicas import PageRange, ReplicaSet
 class ParameterGather:
     """One all-gather: new values of one layer, from all primaries in the stage to all of its members.
 
-    The library asks for shares of one size. A member's is the values of all its page ranges in page order, then zeros
-    up to the size of the largest. Pages are dealt evenly, so there is hardly any padding in a layer that has many.
+    The library requires that all members send a share of the same size. A member's share is the values of all its page
+    ranges in page order, then zeros up to the size of the largest share. Pages are distributed evenly, so a layer with
+    many pages has hardly any padding.
 
     Args:
-        layer: whose values they are.
-        members: of the stage, in the order of their ranks in the group.
-        ranges: member -> page range -> its elements, for the page ranges that it is the primary of and that some member
-            has no replica of, in page order.
+        layer: the layer whose values are gathered.
+        members: the members of the stage, in the order of their ranks in the group.
+        ranges: member -> page range -> number of elements, in page order. A member has the page ranges of which it is
+            the primary, and of which some member has no replica.
     """
 
     layer: int
@@ -43,8 +44,9 @@ class ParameterGather:
 
         Args:
             found: all page ranges of the layer.
-            members: of the stage that computes the layer, in the order of their ranks in the group.
-            with_frozen: frozen pages are published in every step. Else before the first step alone, over links.
+            members: the members of the stage that computes the layer, in the order of their ranks in the group.
+            with_frozen: True if frozen pages are published in every step. Otherwise they are published only before the
+                first step, over links.
         """
         ranges, everybody = dict[int, dict[PageRange, int]](), frozenset(members)
         for pages in found:
@@ -61,19 +63,19 @@ class ParameterGather:
 
     @cached_property
     def share(self) -> int:
-        """Elements that each member sends."""
+        """The number of elements that each member sends."""
         return max(sum(ranges.values()) for ranges in self.ranges.values())
 
     def sent_by(self, rank: int) -> Mapping[PageRange, int]:
-        """The page ranges whose values a member sends, with their elements."""
+        """The page ranges whose values a member sends, with their numbers of elements."""
         return self.ranges.get(rank, {})
 
     def pack(self, rank: int, values: Mapping[PageRange, Tensor], gathered: Tensor) -> Tensor:
-        """A member's share, copied to where it lies in the result: the library asks for no memory besides.
+        """Copy a member's share to its place in the result, and return that slice. No other memory is needed.
 
         Args:
-            values: at least those of the page ranges that the member is the primary of.
-            gathered: memory of the result, of a share for each member.
+            values: the values of at least the page ranges in the member's share.
+            gathered: the memory of the result, with room for a share of each member.
         """
         share = gathered.chunk(len(self.members))[self.members.index(rank)]
         *parts, padding = share.split(self._sizes(rank))
@@ -83,10 +85,10 @@ class ParameterGather:
         return share
 
     def unpack(self, rank: int, gathered: Tensor) -> list[tuple[PageRange, Tensor]]:
-        """The values that have come from other members, in the memory in which they came.
+        """The values that other members have sent, as slices of `gathered`.
 
         Args:
-            rank: of the member to which they came.
+            rank: the rank of the member that has received them.
         """
         found = list[tuple[PageRange, Tensor]]()
         for member, share in zip(self.members, gathered.chunk(len(self.members)), strict=True):
@@ -96,6 +98,6 @@ class ParameterGather:
         return found
 
     def _sizes(self, member: int) -> list[int]:
-        """Elements of the parts of a member's share: its page ranges, and the padding."""
+        """The number of elements of each part of a member's share: its page ranges, and then the padding."""
         sizes = list(self.sent_by(member).values())
         return [*sizes, self.share - sum(sizes)]

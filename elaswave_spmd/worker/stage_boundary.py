@@ -28,7 +28,7 @@ class BoundaryKey(NamedTuple):
         kind: ACTIVATION, GRADIENT or VALIDATION.
         step: the step; for VALIDATION the version that is validated.
         microbatch: the number of the micro-batch.
-        layer: of the layers of the stage that receives the tensor the first one; for a GRADIENT the last one.
+        layer: the first layer of the stage that receives the tensor; for a GRADIENT, the last layer of that stage.
     """
 
     kind: str
@@ -60,7 +60,7 @@ class Boundaries:
         self._first_trained = first_trained
         self._received: dict[BoundaryKey, Activation] = {}
         self._kept: dict[BoundaryKey, Activation] = {}
-        # The received tensors that were used up since a StepReport; None: no change of the mesh is under way.
+        # The received tensors that were used since a StepReport; None if no change of the mesh is in progress.
         self._used: dict[BoundaryKey, Activation] | None = None
         self._shapes: dict[_Crossed, _Shapes] = {}  # the shapes of what this worker has sent
 
@@ -68,7 +68,8 @@ class Boundaries:
         """Send an activation, or its gradient, to the micro-batch's worker on the other stage, and keep it.
 
         Args:
-            peer: the receiver; None: no worker needs the tensor now, but one may after a loss, so it is only kept.
+            peer: the receiver; None if no worker needs the tensor now. Then it is only kept, since a worker may need it
+                after a loss.
             message: the message for the value (`message_of`).
             value: the tensor or tensors, contiguous. They must stay as they are until the step is decided.
         """
@@ -77,7 +78,7 @@ class Boundaries:
             self._kept[key] = value
             if not self._stands_in(key):
                 self._shapes[_crossed(key)] = _shapes(message)
-        if peer == self._rank:  # this worker has changed its stage, and needs now what it had made on the older one
+        if peer == self._rank:  # this worker has changed its stage, and now needs what it made on the older stage
             self._received[key] = value
         elif peer is not None:
             self._send(peer, message, packed(value))
@@ -100,11 +101,11 @@ class Boundaries:
         return key.kind == GRADIENT and _boundary(key) <= self._first_trained
 
     def receive(self, message: Crossing, payload: Tensor, *, placed: bool = False) -> None:
-        """File a received tensor, in device memory that is aligned as if the tensor had been made here.
+        """Store a received tensor, in device memory that is aligned as if the tensor had been made here.
 
         Args:
             payload: flat, in the dtype of the message.
-            placed: the payload lies in such memory already.
+            placed: True if the payload lies in such memory already.
         """
         flat = payload if placed else self._device.from_host(payload)
         if message.forms:
@@ -122,7 +123,7 @@ class Boundaries:
         return lambda microbatch: BoundaryKey(kind, step, microbatch, layer) in self._received
 
     def pop(self, key: BoundaryKey) -> Activation:
-        """Take a received tensor out, for an action that uses it up."""
+        """Remove a received tensor and return it, for an action that uses it."""
         tensor = self._received.pop(key)
         if self._used is not None:
             self._used[key] = tensor
@@ -142,7 +143,7 @@ class Boundaries:
         self._used = None
 
     def forget_validations(self) -> None:
-        """Drop the tensors of validations, as a new mesh epoch is entered, in which a validation is run again.
+        """Drop the tensors of validations. Called when a new mesh epoch is entered, in which a validation is run again.
 
         They belong to the older epoch's attempt, and may have been computed from damaged parameters (H5).
         """
@@ -156,7 +157,7 @@ class Boundaries:
         self._used = None if self._used is None else {}
 
     def put_back(self, key: BoundaryKey, tensor: Activation) -> None:
-        """Put a received tensor back, since the action that has taken it was not finished, or another one needs it."""
+        """Put a received tensor back: the action that took it was not finished, or another action needs it."""
         self._received[key] = tensor
 
     def kept(self, kind: str, step: int) -> tuple[tuple[int, int], ...]:

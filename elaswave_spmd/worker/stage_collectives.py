@@ -1,13 +1,14 @@
-"""The option `runtime.collectives=group`: what goes through a process group of a stage's workers in place of links.
+"""The option `runtime.collectives=group`: a process group of a stage's workers carries tensors in place of links.
 
-That is new parameters of a step, and partial sums and reduced gradients of the next one (sum_exchange.py). A group only
-copies: sums have an order of their own. It is used for a step for which all votes carried the extension GROUPED. Then
-every worker of the stage applies the step in this epoch, or no worker goes on in it, and all issue the same collectives
-in the same order: all-gathers of the step by layer (parameter_gather.py), then exchanges of the next step in the order
-of its plan.
-Received values lie in memory of their own until the collective is complete, since one that a dead peer has left half
-done may still write. A new epoch gives up everything that is under way: pages that are missing then are asked for over
-links, and sums and reduced gradients that may be missing are sent over links.
+It carries the new parameters of a step, and the partial sums and reduced gradients of the next one (sum_exchange.py).
+A group only copies, because sums are added in the order of the reduction tree. It is used for a step if all votes for
+that step carried the extension GROUPED. Then either every worker of the stage applies the step in this epoch, or no
+worker goes on in this epoch. So all of them issue the same collectives in the same order: the all-gathers of the step,
+layer by layer (parameter_gather.py), then the exchanges of the next step in the order of its plan.
+
+Received values lie in memory of their own until their collective is complete, since a collective that a dead peer has
+left half done may still write to it. When a new epoch begins, all collectives in progress are given up. Pages that are
+missing then are requested over links, and sums and reduced gradients that may be missing are sent over links.
 """
 
 from __future__ import annotations
@@ -31,50 +32,56 @@ from elaswave_spmd.worker.sum_exchange import Exchange, ExchangePlan, StageExcha
 
 
 class CollectiveWork(Protocol):
-    """A collective under way, as c10d has it."""
+    """A collective in progress: the part of c10d's `Work` that is used here."""
 
     def is_completed(self) -> bool:
-        """True if it has ended, in success or failure; does not wait."""
+        """True if the collective has ended, in success or failure. Does not wait."""
         ...
 
     def wait(self) -> object:
-        """Called once it has ended: raises RuntimeError if it failed. Work queued on the device afterwards sees the
-        values."""
+        """Make the received values visible to work that is queued on the device afterwards.
+
+        Called once the collective has ended.
+
+        Raises:
+            RuntimeError: the collective failed.
+        """
         ...
 
 
 class StageGroup(Protocol):
-    """The process group of one worker's stage, made anew for every epoch; until it is there, links are used."""
+    """The process group of one worker's stage. Each epoch has a new one; until it is made, links are used."""
 
     def enter_epoch(self, epoch: int, members: Sequence[int], rank: int) -> None:
-        """Begin to make the group of a newer epoch, and give up the one before. Returns at once.
+        """Begin to make the group of a newer epoch, and give up the group before. Returns at once.
 
-        A single member has no group.
+        No group is made for a single member.
         """
         ...
 
     @property
     def ready(self) -> int | None:
-        """The newest epoch if its group is made, that is if all members have met; else None."""
+        """The newest epoch if its group is made, for which all members have to meet; else None."""
         ...
 
     @property
     def failure(self) -> str | None:
-        """The reason for which the newest epoch's group could not be made, if any."""
+        """The reason why the newest epoch's group could not be made; None if it did not fail."""
         ...
 
     def gather(self, share: Tensor, gathered: Tensor, what: str) -> CollectiveWork:
-        """Begin an all-gather: all members get the shares of all, in the order of members.
+        """Begin an all-gather: every member gets the shares of all members, in the order of members.
 
-        The group keeps the memory as long as it may be read or written, whatever becomes of the work.
+        The group keeps the memory as long as it may be read or written, even if the collective is given up.
 
         Args:
-            share: contiguous, of one size on all members; the place of this member in `gathered`.
-            gathered: of as many times that size as there are members.
-            what: the kind of message that it stands for, and the layer. It is told with what becomes of it.
+            share: the values of this member, contiguous and of the same size on all members. It is this member's slice
+                of `gathered`.
+            gathered: receives the shares; its size is that of a share times the number of members.
+            what: the kind of message that the collective replaces, and the layer. An error names it.
 
         Raises:
-            RuntimeError: the library refuses, for example since it knows that a peer is gone.
+            RuntimeError: the library refuses, for example because it knows that a peer is gone.
         """
         ...
 
@@ -86,10 +93,13 @@ class StageGroup(Protocol):
         received_sizes: Sequence[int],
         what: str,
     ) -> CollectiveWork:
-        """Begin an all-to-all; sizes are in elements, by member. The group keeps the memory, as for an all-gather.
+        """Begin an all-to-all. The group keeps the memory, as for an all-gather.
 
         Args:
-            what: the kind of message that it stands for. It is told with what becomes of it.
+            sent: the values for all members, flat, in the order of members.
+            received: receives the values of all members, flat, in the same order.
+            sent_sizes, received_sizes: by member, in elements.
+            what: the kind of message that the collective replaces. An error names it.
 
         Raises:
             RuntimeError: as for an all-gather.
@@ -97,23 +107,23 @@ class StageGroup(Protocol):
         ...
 
     def give_up(self) -> None:
-        """The group has failed: what is under way in it ends, and it is not used again.
+        """Give up a group that has failed: end what is in progress, and do not use the group again.
 
-        The caller refers to none of the group's collectives any more: whoever drops the last reference to a group waits
-        for its destructor, and the training thread must not.
+        The caller must not refer to any of the group's collectives any more. Whoever drops the last reference to a
+        group waits for its destructor, which the training thread must not do.
         """
         ...
 
 
 @dataclass(frozen=True)
 class _UnderWay:
-    what: tuple[int, ParameterGather] | Exchange  # of a version
+    what: tuple[int, ParameterGather] | Exchange  # the all-gather with the version of its parameters
     received: Tensor
     work: CollectiveWork
 
 
 class NoCollectives:
-    """The option is off: parameters go over links, nothing is ever under way, and votes carry nothing."""
+    """Stands in for `StageCollectives` when the option is off: everything goes over links, and votes offer nothing."""
 
     is_off = True
     idle = True
@@ -148,12 +158,12 @@ class StageCollectives:
     """One worker's collectives in the group of its stage, from epoch to epoch.
 
     Args:
-        rank: of the worker.
-        layout: of the model.
-        place: where parameters lie.
-        dtype: in which they travel.
-        send: to another worker or the controller.
-        group: of the worker's stage.
+        rank: the rank of the worker.
+        layout: the layers and pages of the model.
+        place: the device of the parameters.
+        dtype: the dtype in which parameters are sent.
+        send: sends a message, perhaps with a payload, to another worker or the controller.
+        group: the process group of the worker's stage.
     """
 
     def __init__(
@@ -172,25 +182,26 @@ class StageCollectives:
         self._send = send
         self._group = group
         self.exchanges = StageExchanges()
-        """Filled by reducer and replica, which take from it what links have to bring after all."""
+        """The exchanges of sums and gradients. The reducer and the replica give them their values, and take back those
+        that have to go over links after all."""
         self._under_way: deque[_UnderWay] = deque()
         self._gathers: dict[int, ParameterGather] = {}  # by layer
-        self._keys: frozenset[PageRange] = frozenset()
+        self._keys: frozenset[PageRange] = frozenset()  # the page ranges that the gathers bring
         self._members: tuple[int, ...] = ()
         self.epoch = -1
-        self._lost = False
-        self._offer = ""
+        self._lost = False  # the group of this epoch has failed, or could not be made
+        self._offer = ""  # the extension of this worker's next vote
 
     @property
     def is_off(self) -> bool:
-        """False: there is a group, or will be in some epoch."""
+        """False: the option is on, so there is a group, or will be one in a later epoch."""
         return False
 
     def enter_epoch(self, placement: Placement, replica_map: ReplicaMap) -> None:
-        """Begin a new epoch: what is under way is given up, and a group of the stage's members is made.
+        """Begin a new epoch: give up all collectives in progress, and begin to make a group of the stage's members.
 
         Args:
-            replica_map: of the layers of this worker's stage, at least.
+            replica_map: the replicas of the layers of this worker's stage, at least.
         """
         self._under_way.clear()
         self.epoch = placement.mesh.epoch
@@ -213,7 +224,10 @@ class StageCollectives:
         self._group.enter_epoch(self.epoch, members if self._is_used else (self._rank,), self._rank)
 
     def reached(self, pages: PageRange) -> frozenset[int]:
-        """The workers that get a page range through the group; a reader of a tie may belong to another stage."""
+        """The workers that get the parameters of a page range through the group.
+
+        All others get them over links, such as a worker of another stage that reads a tied parameter.
+        """
         return frozenset(self._members) if pages in self._keys else frozenset()
 
     @property
@@ -238,29 +252,30 @@ class StageCollectives:
 
     @property
     def serves(self) -> bool:
-        """True if the group is used here for a step for which all offered it; False if it has failed since."""
+        """True if this worker uses the group for a step that all votes offered it for. False if it has failed since."""
         return not self._lost
 
     @property
     def has_news(self) -> bool:
-        """True if the oldest collective under way has ended."""
+        """True if the oldest collective in progress has ended."""
         return bool(self._under_way) and self._under_way[0].work.is_completed()
 
     @property
     def idle(self) -> bool:
-        """True if nothing is under way. Nobody votes for a step before that."""
+        """True if no collective is in progress. A worker does not vote for a step before that."""
         return not self._under_way
 
     def gather(self, layer: int, version: int, payloads: Mapping[PageRange, Tensor]) -> None:
         """Begin the all-gather of one layer, if it has one.
 
         Args:
-            payloads: values, in the dtype they travel in, of the page ranges that this worker is the primary of.
+            payloads: the values of the page ranges that this worker is the primary of, in the dtype in which they are
+                sent.
         """
         gather = self._gathers.get(layer)
         if gather is None or self._lost:
             return
-        if not gather.sent_by(self._rank).keys() <= payloads.keys():  # given up as damaged
+        if not gather.sent_by(self._rank).keys() <= payloads.keys():  # its state was given up as damaged
             self.lose("this worker has no state of pages that it is the primary of")
             return
         # Not the compute buffer: a collective that a dead peer leaves half done may write to it at any time.
@@ -275,7 +290,10 @@ class StageCollectives:
             self.lose(refused)
 
     def begin_exchanges(self) -> None:
-        """Begin the exchanges whose turn it is, if what is sent is complete here. Called when messages were handled."""
+        """Begin the exchanges whose turn it is, if everything that this worker sends in them is complete.
+
+        Called after messages were handled.
+        """
         while not self._lost and (exchange := self.exchanges.next()) is not None:
             assert self.exchanges.plan is not None
             sent_sizes, sizes = self.exchanges.plan.sizes(exchange)
@@ -292,9 +310,9 @@ class StageCollectives:
                 self.lose(refused)
 
     def arrived(self) -> list[tuple[Publish | Exchange, Tensor]]:
-        """(what, values) of the collectives that are complete since the last call, in order.
+        """The (what, values) of the collectives that have completed since the last call, in order.
 
-        An all-gather is told by page range.
+        An all-gather gives one `Publish` for each page range. If a collective has failed, the group is given up.
         """
         found = list[tuple[Publish | Exchange, Tensor]]()
         failed = ""
@@ -311,21 +329,24 @@ class StageCollectives:
                     found += [(Publish(version, *key), values) for key, values in values_of]
                 else:
                     found.append((done.what, done.received))
-                del done  # nothing here refers to a collective when the group is given up
+                del done  # no local variable may refer to a collective when the group is given up
         if failed:
             self.lose(failed)
         return found
 
     def lose(self, reason: str) -> None:
-        """The group has failed here: all other members of the stage give it up too, for the rest of the epoch."""
-        lost = GroupLost(self.epoch, self._rank, reason[:LONGEST_TEXT])  # a longer one is refused by all
+        """Give up the group, which has failed here, and tell the controller and the other members of the stage.
+
+        The members then give it up as well, for the rest of the epoch.
+        """
+        lost = GroupLost(self.epoch, self._rank, reason[:LONGEST_TEXT])  # receivers refuse a longer text
         for peer in (*sorted({*self._members} - {self._rank}), CONTROLLER) if not self._lost else ():
             self._send(peer, lost, None)
         self.give_up()
 
     def give_up(self) -> None:
         """Use links for the rest of the epoch."""
-        self._under_way.clear()  # first: the last reference to a collective must not be dropped here
+        self._under_way.clear()  # before the group is given up, see `StageGroup.give_up`
         self.exchanges.stop()
         if not self._lost and self._is_used:
             self._group.give_up()

@@ -106,7 +106,7 @@ class Given:
     """The sums and gradients that a worker has given to the exchanges of a step and that may be missing somewhere.
 
     Args:
-        sums: (layer, tree node) -> the sum. The buffer must stay as it is while it is here.
+        sums: (layer, tree node) -> the sum. A buffer must not change as long as it is here.
         collected: layer -> (tree node, first page) -> the sum that this worker has added up for a primary on another
             host. It is dropped when it is sent.
         gradients: page range -> the reduced gradient. `StateReplica` keeps its memory until the step is decided.
@@ -218,7 +218,7 @@ class ExchangePlan:
     def pack(self, exchange: Exchange, given: Given, place: torch.device) -> Tensor:
         """The values that this worker sends, fp32, flat, in the order of `members`.
 
-        It is a copy, so that the sums may be given up while the library still reads the copy.
+        They are copied, so that the buffers of the sums may be reused while the library still reads the copy.
         """
         padding, parts = torch.zeros(_PADDING, dtype=torch.float32, device=place), list[Tensor]()
         others = [member for member in self.members if member != self.rank]
@@ -232,8 +232,13 @@ class ExchangePlan:
         return torch.cat(parts)
 
     def parts(self, exchange: SumExchange, values: Tensor) -> list[tuple[Node, Route, Tensor]]:
-        """The sums that have come, as (tree node, route, sum): for pages that this worker is the primary of, or that it
-        collects sums of for other hosts. The sums are slices of `values`."""
+        """The sums that this worker has received, as (tree node, route, sum). Each sum is a slice of `values`.
+
+        They are of pages that this worker is the primary of, or whose sums it collects for another host.
+
+        Args:
+            values: what the exchange has received, fp32, flat, in the order of `members`.
+        """
         found, at = [], 0
         for member in self.members:
             first = at
@@ -248,7 +253,7 @@ class ExchangePlan:
         return found
 
     def gradients(self, exchange: GradientExchange, values: Tensor) -> list[ReducedPages]:
-        """The reduced gradients that have come."""
+        """The reduced gradients that this worker has received in an exchange."""
         sizes = [self._size(exchange, member, self.rank) for member in self.members]
         came = dict(zip(self.members, values.split(sizes), strict=True))
         return exchange.unpack(self.layout.layers[exchange.layer], self.rank, came)
@@ -262,7 +267,7 @@ def rounds_of(placement: Placement, stage: int) -> list[dict[int, tuple[Node, ..
 
 
 def sums_of_hosts(placement: Placement, layer: int) -> frozenset[Node]:
-    """The tree nodes that collectors may add up, of the gradients of one layer."""
+    """The tree nodes whose sums collectors may add up, for the gradients of one layer."""
     stage = placement.stage_of_layer(layer)
     hosts, number = Hosts.of(placement, stage), placement.num_microbatches
     made = (hosts.added_up(nodes, number) for nodes in rounds_of(placement, stage))
@@ -282,6 +287,7 @@ def _rounds(
         microbatches: member -> its micro-batches, in the order in which it computes them.
         nodes: member -> its tree nodes, in the order in which they are complete.
     """
+    # For each node, the fraction of the member's micro-batches that are computed when the node is complete.
     ends = {
         member: [Fraction(bisect_left(microbatches[member], hi), len(microbatches[member])) for _, hi in found]
         for member, found in nodes.items()
@@ -349,6 +355,7 @@ def _exchanges_of_sums(
     found, behind = list[SumExchange](), list[SumExchange]()
     for nodes in rounds:
         added_up = hosts.added_up(nodes, num_microbatches)
+        # For each host, the number of sums that it sends to each primary elsewhere: one by one, and added up.
         single = [sum(len(nodes[rank]) for rank in members) for members in hosts.members]
         joined = [len(added_up[members[0]]) for members in hosts.members]
         for layer in reversed(layers):
@@ -416,14 +423,17 @@ class StageExchanges:
         self._mirrors = {pages.key: mirrors_in(members, pages) for pages in ranges}
 
     def agree(self, step: int) -> None:
-        """The votes of all members for the step before have offered the group: this step goes through it (E1)."""
+        """Note that a step goes through the group, as all members have offered it in their votes for the step before.
+
+        docs/protocol.md, E1.
+        """
         assert not self._given.sums and not self._given.gradients, (step, self.step)
         self.step = step
         self._is_begun = False
         self._issued = self._complete = 0
 
     def begin(self, step: int) -> None:
-        """This worker begins a step: exchanges of it may be issued from now on, if it goes through the group."""
+        """Note that this worker begins a step. If the step goes through the group, its exchanges may now be issued."""
         self._is_begun = step == self.step
 
     def takes(self, step: int, layer: int, node: Node) -> bool:
@@ -439,7 +449,11 @@ class StageExchanges:
         return self._mirrors.get(pages, frozenset()) if step == self.step else frozenset()
 
     def add(self, layer: int, node: Node, buffer: GradientBuffer) -> None:
-        """Give a complete sum of this worker to its exchange. Its buffer must stay as it is until it is given up."""
+        """Give a complete sum of this worker to its exchange.
+
+        The buffer must stay as it is until the sum is known to be everywhere (`complete`), is returned by `take_back`,
+        or is dropped with its step (`forget`).
+        """
         self._given.sums[layer, node] = buffer
 
     def add_gradient(self, reduced: ReducedPages) -> None:
@@ -468,7 +482,7 @@ class StageExchanges:
         return all((node, route.first) in found for route in self.plan.collects(exchange.layer) for node in nodes)
 
     def collect(self, exchange: SumExchange, route: Route, sums: Mapping[Node, Tensor]) -> None:
-        """File the sums that this worker has added up for a primary on another host, after an exchange within hosts."""
+        """Store sums that this worker has added up for a primary on another host, after an exchange within hosts."""
         found = self._given.collected.setdefault(exchange.layer, {})
         found |= {(node, route.first): value for node, value in sums.items()}
 
@@ -497,12 +511,16 @@ class StageExchanges:
         """Count the oldest exchange in progress as complete here. Returns own sums now known to be everywhere (E3)."""
         assert self.plan is not None and self._complete < self._issued
         self._complete += 1
+        # Every member has completed the exchange that comes `WINDOW` places before the one that is complete here now.
         if (known := self._complete - WINDOW) <= 0:
             return []
         return self._known_everywhere(self.plan.order[known - 1])
 
     def _known_everywhere(self, exchange: Exchange) -> list[LayerSum]:
-        """All members have completed an exchange, so nothing of it will be taken back. Returns own sums of it."""
+        """Drop what is kept of an exchange that all members have completed, since nothing of it can be missing.
+
+        Returns this worker's own sums in the exchange.
+        """
         assert self.plan is not None
         if isinstance(exchange, GradientExchange):
             for pages in exchange.sent_by(self.plan.rank):
@@ -515,7 +533,10 @@ class StageExchanges:
         return found
 
     def stop(self) -> None:
-        """The group has failed, or its mesh epoch is over: set aside what has to go over links (`take_back`)."""
+        """Stop using a group that has failed, or whose mesh epoch is over.
+
+        What may be missing somewhere is set aside, and has to go over links (`take_back`, `take_back_gradients`).
+        """
         self._returned |= self._given.sums
         self._returned_gradients += [(one, self._mirrors[key]) for key, one in self._given.gradients.items()]
         self._given = Given()

@@ -1,15 +1,17 @@
 """The backward of a compiled layer as two programs: B for the gradient of its input, W for those of its weights.
 
-A layer's backward is one graph, which is cut by what depends on what. B is all that the gradient of the input needs,
-and all that reads a parameter, whose values may be gone when W runs (ZeRO-3). W is the rest. What W needs of B is a
-result of B, unless it can be had again for nothing: a view, a wider dtype, a constant.
+A layer's backward is one graph, which is cut in two by the dependences of its nodes. B has all nodes that the gradient
+of the input needs. It also has all nodes that read a parameter, because with ZeRO-3 the values of parameters may be
+gone when W runs. W is the rest. B returns the values that W needs of it, except those that W can compute again at no
+cost: views, conversions to a wider dtype, and constants.
 
-A compiler fuses what it sees in one graph, so two programs need not have the bits of one. Hence a backward that can be
-cut is always these two programs, one right after the other where nothing is put off.
+A compiler fuses what it sees in one graph, so two programs may have other bits than one. Therefore a backward that can
+be cut is always run as these two programs, one right after the other if nothing is put off.
 
-The graph is that of torch.compile, or the operators that an island has traced (backward_trace.py). With torch.compile
-autograd runs B, within the function that torch.compile has made of the layer. In the place of a gradient that W will
-make it is given a stand-in: one element, expanded. By these the results of W are told apart.
+The graph is the one of torch.compile, or consists of the operators that an island has traced (backward_trace.py). With
+torch.compile, autograd runs B within the function that torch.compile has made of the layer. B gives autograd a stand-in
+for each gradient that W will make: a tensor of the right shape with the memory of one element. Each result of W is
+matched with its parameter by the identity of the stand-in.
 """
 
 from __future__ import annotations
@@ -31,17 +33,20 @@ from elaswave_spmd.worker.programs.eager import StagePrograms
 from elaswave_spmd.worker.programs.split_backward import refuse_change
 
 Program = Callable[[list[Any]], Sequence[Any]]
-"""A compiled graph. It empties the list that it is given, so that no argument is kept longer than it is needed."""
+"""A compiled graph. It empties the list of its arguments, so that no argument is kept longer than it is needed."""
 
 Compiler = Callable[..., Program]
-"""(graph, arguments without values) -> its program."""
+"""(graph, arguments without values) -> the program of the graph."""
 
 
 class PairPrograms(StagePrograms):
-    """Layer programs whose backwards are pairs, wherever they can be. Only the time of the second one is chosen."""
+    """Layer programs whose backward is a pair of programs if it can be cut.
+
+    `set_split_layers` does not change the programs. It only decides when the second one runs.
+    """
 
     _put_off: frozenset[int] = frozenset()
-    _example: Example | None = None  # the form of micro-batches for which programs were compiled
+    _example: Example | None = None  # a micro-batch of the form for which the programs were compiled
 
     def check_form(self, batch: Any) -> None:
         if self._example is not None:
@@ -74,13 +79,13 @@ class PairPrograms(StagePrograms):
 
 @dataclass(frozen=True)
 class _Second:
-    """A second program that is to be run.
+    """A second program (W) that is still to be run, with its arguments.
 
     Args:
-        program: it.
-        arguments: which it will empty.
-        versions: of the arguments, as it needs them.
-        stand_ins: of its results.
+        program: the program.
+        arguments: its arguments; the program empties this list.
+        versions: the version counter of each argument, by which a later change in place is detected.
+        stand_ins: for each result the tensor that autograd was given in its place.
     """
 
     program: Program
@@ -89,7 +94,11 @@ class _Second:
     stand_ins: tuple[Tensor, ...]
 
     def run(self) -> Iterator[tuple[int, Tensor]]:
-        """Run the program. Returns for each of its results the id of its stand-in, and the result."""
+        """Run the program. Returns (id of the stand-in, result) for each of its results.
+
+        Raises:
+            RuntimeError: an argument was changed in place meanwhile.
+        """
         for argument, version in zip(self.arguments, self.versions, strict=True):
             refuse_change(argument, version)
         with torch.no_grad():
@@ -99,10 +108,10 @@ class _Second:
 
 @dataclass
 class WeightPrograms:
-    """The second part of one backward, where it is put off: a `split_backward.PutOff` of compiled programs.
+    """The second part of one backward with compiled programs; implements `split_backward.PutOff`.
 
     Args:
-        brought: the programs; one, or none if the backward is whole.
+        brought: the programs that are still to be run: one, or none if the backward is whole.
     """
 
     brought: list[_Second] = field(default_factory=list)
@@ -113,10 +122,10 @@ class WeightPrograms:
         return tuple(tensor for second in self.brought for tensor in second.arguments)
 
     def gradients(self, parameters: Sequence[nn.Parameter], others: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """W: the gradients of a layer's parameters.
+        """Run W, and return the gradients of a layer's parameters.
 
         Args:
-            others: by parameter what B has given: a gradient, a stand-in, or None.
+            others: for each parameter the result of B: a gradient, a stand-in, or None.
         """
         made = dict[int, Tensor]()
         for second in self.brought:
@@ -127,11 +136,11 @@ class WeightPrograms:
 
 
 class PairBackend:
-    """A backend of torch.compile that makes two programs of a backward, and is otherwise the named one.
+    """A backend of torch.compile that makes two programs of a backward. Otherwise it works like the named backend.
 
     Args:
         name: "inductor", or "aot_eager", which runs graphs as they are.
-        count: called for each W. Other programs are counted by torch.compile.
+        count: called when a W is compiled. For other programs torch.compile calls its own callback.
     """
 
     def __init__(self, name: str, count: Callable[[object], None]) -> None:
@@ -141,7 +150,7 @@ class PairBackend:
 
     @contextmanager
     def putting_off(self, programs: WeightPrograms) -> Iterator[None]:
-        """Runs a backward whose second part goes to `programs`."""
+        """Context in which a backward is run whose second part is stored in `programs`."""
         before, self._brought = self._brought, programs
         try:
             yield
@@ -149,26 +158,28 @@ class PairBackend:
             self._brought = before
 
     def compile(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compiles a function that was traced; torch.compile calls it.
+        """Compile a traced function. Called by torch.compile.
 
         Args:
-            inputs: parameters and other arguments. Of these the layer's input may need a gradient, or tensors of it.
+            inputs: parameters and other arguments. Besides parameters, only tensors of the layer's input may need a
+                gradient.
         """
         import torch._functorch.config as functorch
 
-        # The cache of functions with their backward would bring one that is not cut. Each program is cached by itself.
-        # A donated buffer is one that a program may write in when it has read it; here the other program reads it, too.
+        # The autograd cache would return a function whose backward is not cut. Each program is still cached by itself.
+        # A program may overwrite a donated buffer once it has read it, but here the other program reads it as well.
         with functorch.patch(enable_autograd_cache=False, donated_buffer=False):
             return self._compile(graph, inputs, _LayerGraphs(self, inputs))
 
     def pair(self, cut: Cut, inputs: Sequence[Any], compiler: Compiler) -> Program:
-        """Compiles both parts. Returns the program that autograd is to run: B, which puts W aside."""
+        """Compile both parts. Returns the program for autograd, which runs B and stores W with its arguments."""
         first = compiler(cut.first, inputs)
         self._count(cut)
         second = compiler(cut.second, cut.second_inputs)
         stand_ins = cut.stand_ins()
 
         def run(arguments: list[Any]) -> list[Any]:
+            # Taken out now, as `first` empties the list.
             kept = [arguments[number] for number in cut.kept]
             results = list(first(arguments))
             gradients = results[: cut.num_gradients]
@@ -179,12 +190,12 @@ class PairBackend:
             self._brought.brought.append(_Second(second, kept, versions, stand_ins))
             return gradients
 
-        vars(run)["_boxed_call"] = True
+        vars(run)["_boxed_call"] = True  # torch's mark of a function that takes one list of arguments and empties it
         return run
 
 
 class _LayerGraphs:
-    """The graphs of one traced function. That of its forward comes before that of its backward."""
+    """The graphs of one traced function. The graph of its forward is compiled before that of its backward."""
 
     def __init__(self, backend: PairBackend, inputs: Sequence[Any]) -> None:
         self._backend = backend
@@ -212,7 +223,7 @@ def _by_inductor(graph: fx.GraphModule, inputs: Sequence[Any], layer: _LayerGrap
     def compile_one(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         if not options.get("is_backward"):
             return layer.compile_forward(graph, inputs, partial(compile_fx_inner, **options))
-        options["static_input_idxs"] = ()  # they were numbers of arguments of the whole
+        options["static_input_idxs"] = ()  # the given ones number the arguments of the whole backward
         return layer.compile_backward(graph, inputs, partial(compile_fx_inner, **options))
 
     return cast(Callable[..., Any], compile_fx(graph, inputs, inner_compile=compile_one))
@@ -239,13 +250,14 @@ class Cut:
     """The graph of a backward in two parts.
 
     Args:
-        first: (*arguments of the whole) -> its gradients, None for those of W, and then what W needs of B.
-        second: (*arguments of the whole that W needs, *what it needs of B) -> its gradients.
-        num_gradients: of the whole.
-        kept: numbers of the arguments that W needs.
-        later: numbers of the gradients that W makes.
+        first: the graph of B: (*arguments of the whole) -> the gradients, with None for those of W, followed by the
+            values that W needs of B.
+        second: the graph of W: (*arguments of the whole that W needs, *values that W needs of B) -> its gradients.
+        num_gradients: the number of gradients of the whole backward.
+        kept: the numbers of the arguments of the whole that W needs.
+        later: the numbers of the gradients that W makes.
         second_inputs: the arguments of W without values.
-        results: those of W without values.
+        results: the results of W without values.
     """
 
     first: fx.GraphModule
@@ -257,7 +269,7 @@ class Cut:
     results: tuple[Tensor, ...]
 
     def stand_ins(self) -> tuple[Tensor, ...]:
-        """For each result of W a tensor of its shape, dtype and device, but not of its size in memory."""
+        """For each result of W, a tensor of its shape, dtype and device that has the memory of one element."""
         from torch._subclasses.fake_tensor import unset_fake_temporarily
 
         with unset_fake_temporarily():
@@ -267,16 +279,17 @@ class Cut:
 def cut_backward(
     graph: fx.GraphModule, inputs: Sequence[Any], of_input: Sequence[int], values: Sequence[Tensor]
 ) -> Cut | None:
-    """Cuts the graph of a backward.
+    """Cut the graph of a backward in two.
 
     Args:
-        graph: (*inputs) -> gradients, or None for what has none.
+        graph: (*inputs) -> a gradient or None for each input of the forward.
         inputs: its arguments without values.
-        of_input: numbers of the gradients that come first.
-        values: parameters without values, as the graph of the forward had them; views of them share their storage.
+        of_input: the numbers of the gradients of the layer's input, which B makes.
+        values: the parameters without values, as the graph of the forward had them. Views of them are recognised by
+            their storage.
 
     Returns:
-        Both parts; None if nothing can be left to the second, or there is no gradient to come first.
+        Both parts. None if nothing can be left to the second part, or the input has no gradient.
     """
     _note_forms(graph, inputs)
     storages = {value.untyped_storage()._cdata for value in values}
@@ -285,11 +298,11 @@ def cut_backward(
 
 
 def cut_by_dependence(graph: fx.GraphModule, of_input: Sequence[int], parameters: set[fx.Node]) -> Cut | None:
-    """Cuts a graph whose nodes have noted their results without values, as `meta["val"]`.
+    """Cut a graph whose nodes have their results, without values, in `meta["val"]`.
 
     Args:
         graph, of_input: as for `cut_backward`.
-        parameters: nodes that are parameters, or views of them.
+        parameters: the nodes that are parameters, or views of them.
 
     Returns:
         As `cut_backward`.
@@ -319,7 +332,7 @@ def cut_by_dependence(graph: fx.GraphModule, of_input: Sequence[int], parameters
 
 
 def _note_forms(graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Notes at every node its result without values, as it follows from these inputs."""
+    """Set `meta["val"]` of every node to its result without values, as it follows from these inputs."""
     from torch._guards import detect_fake_mode
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
@@ -332,7 +345,7 @@ def _outputs(graph: fx.GraphModule) -> list[Any]:
 
 
 def _is_made(value: Any) -> bool:
-    """True for what a graph computes; false for an argument, a constant, and None."""
+    """True for a node that computes something. False for an argument, a constant, and None."""
     return isinstance(value, fx.Node) and value.op == "call_function"
 
 
@@ -343,10 +356,12 @@ def _storages(node: fx.Node) -> set[int]:
 
 
 def _first_part(nodes: Sequence[fx.Node], of_input: Sequence[fx.Node], parameters: set[fx.Node]) -> set[fx.Node]:
-    """The nodes of B: what the gradient of the input needs, what has effects, and what reads a parameter.
+    """The nodes of B: those that the gradient of the input needs, that have effects, or that read a parameter.
 
     Args:
-        parameters: nodes that are parameters, or views of them.
+        nodes: all nodes of the graph, in order.
+        of_input: the nodes of the input's gradients.
+        parameters: the nodes that are parameters, or views of them.
     """
     ends = [node for node in nodes if _is_made(node) and (node.is_impure() or node in parameters)]
     ends += [node for node in nodes if _is_made(node) and parameters & set(node.all_input_nodes)]
@@ -356,7 +371,7 @@ def _first_part(nodes: Sequence[fx.Node], of_input: Sequence[fx.Node], parameter
         if node not in found and node.op != "placeholder":
             found.add(node)
             left += node.all_input_nodes
-    # Of an operator with several results all are taken at once: W can be given tensors only.
+    # If an operator has several results, B takes all of them apart, since only single tensors can be given to W.
     for node in nodes:
         if node.target is operator.getitem and node.args[0] in found:
             found.add(node)
@@ -387,7 +402,7 @@ def _second_part(
 
 
 def _is_had_for_nothing(node: fx.Node, parameters: set[fx.Node]) -> bool:
-    """True if a node of B is made again in W, not kept: a constant, or a view or a wider dtype of another node."""
+    """True if W computes a node of B again, at no cost: a constant, or a view or wider dtype of another node."""
     inputs = node.all_input_nodes
     if node.target is operator.getitem or node.is_impure() or parameters & {node, *inputs}:
         return False
@@ -406,11 +421,11 @@ def _is_had_for_nothing(node: fx.Node, parameters: set[fx.Node]) -> bool:
 def _part(
     whole: fx.GraphModule, arguments: Sequence[fx.Node], nodes: Sequence[fx.Node], results: Sequence[Any]
 ) -> fx.GraphModule:
-    """A part of a graph.
+    """A part of a graph, as a graph of its own.
 
     Args:
-        arguments: nodes of the whole that the part is given.
-        nodes: those that it computes, in order.
+        arguments: the nodes of the whole that the part gets as arguments.
+        nodes: the nodes that it computes, in order.
         results: its results: nodes, and None.
     """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -420,6 +435,6 @@ def _part(
     for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     output = graph.output(tuple(copies[one] if isinstance(one, fx.Node) else one for one in results))
-    # A program must return them in just the form that the other program, and autograd, expect.
+    # Tells inductor to return the results with the strides of the graph, which W and autograd expect.
     output.meta["user_visible_output_idxs"] = [n for n, one in enumerate(results) if isinstance(one, fx.Node)]
     return fx.GraphModule(whole, graph)

@@ -1,8 +1,8 @@
 """The backward of a layer of an island as a graph of torch's operators, so that it can be cut (backward_pair.py).
 
-torch_xla traces a backward in its own way, and cannot be asked what it has traced. So the operators are recorded as
-they come to it: below the level at which it removes views and changes in place. There every operator makes new tensors,
-and a tensor is told by its id. Each part of the graph is traced again, into a program of its own.
+torch_xla traces a backward in its own way, and does not show what it has traced. So the operators are recorded when
+they reach it, below the level at which views and changes in place are removed. There every operator makes new tensors,
+so a tensor can be recognised by its id. Each part of the graph is then traced again, into a program of its own.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from elaswave_spmd.runtime.devices.xla_island import XlaIsland
 
 
 class BackwardTrace(TorchDispatchMode):
-    """Records the operators that run while it is entered, once.
+    """Records the operators that run while this mode is entered. It can be used once.
 
     Args:
-        island: it has the tensors.
-        arguments: of the graph. Other tensors that the operators read are constants of it.
+        island: the island that has the tensors.
+        arguments: the arguments of the graph. Other tensors that the operators read become constants of the graph.
     """
 
     def __init__(self, island: XlaIsland, arguments: Sequence[Tensor]) -> None:
@@ -32,7 +32,7 @@ class BackwardTrace(TorchDispatchMode):
         self._island = island
         self._graph = fx.Graph()
         self._constants = nn.Module()
-        self._nodes: dict[int, fx.Node] = {}  # id of a tensor ->
+        self._nodes: dict[int, fx.Node] = {}  # id of a tensor -> its node
         for number, argument in enumerate(arguments):
             self._note(self._graph.placeholder(f"argument_{number}"), argument)
 
@@ -53,10 +53,10 @@ class BackwardTrace(TorchDispatchMode):
         """The recorded graph, as a function of the arguments.
 
         Args:
-            results: what it returns; None stays None.
+            results: the tensors that the graph returns; None stays None.
 
         Returns:
-            The graph; None if something has made a result that is no operator.
+            The graph. None if some result was not made by a recorded operator.
         """
         nodes = [None if one is None else self._nodes.get(self._island.identity(one)) for one in results]
         if any(node is None and one is not None for node, one in zip(nodes, results, strict=True)):
@@ -70,7 +70,7 @@ class BackwardTrace(TorchDispatchMode):
             self._nodes[self._island.identity(value)] = node
 
     def _node_of(self, value: Tensor) -> fx.Node:
-        """The node that has made a tensor. One that none has made is a constant."""
+        """The node that has made a tensor. A tensor that no node has made becomes a constant."""
         is_there = value.device == self._island.place
         if is_there and (node := self._nodes.get(self._island.identity(value))) is not None:
             return node

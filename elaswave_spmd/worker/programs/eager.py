@@ -63,7 +63,7 @@ class Batches(Protocol):
 
 
 class ProgramArgs(TypedDict):
-    """The arguments that the constructors of all kinds of `StagePrograms` have in common, described there."""
+    """The arguments that the constructors of all kinds of `StagePrograms` have in common. They are described there."""
 
     num_layers: int
     loss: Loss | Objective
@@ -99,7 +99,7 @@ class SavedForward:
         y: the layer's output with its graph; None with activation checkpointing, where the forward is run again, and
             for layers before the first trained one.
         keys: the random keys of the forward.
-        put_off: receives the products of weights that the backward puts off; None: the backward makes all gradients.
+        put_off: receives the weight products that the backward puts off. None if the backward makes all gradients.
     """
 
     x: Activation
@@ -113,9 +113,9 @@ class BegunBackward:
     """The second part of a layer's backward for one micro-batch, while it is put off.
 
     Args:
-        gradients: for each trained parameter the gradient that the first part has made; None if it has made none.
-        put_off: the products that the first part has put off; None if it has made all gradients.
-        loss: for the last layer the micro-batch's scaled loss, as `into.add_loss` takes it; else None.
+        gradients: for each trained parameter the gradient that the first part has made, or None if it has made none.
+        put_off: the weight products that the first part has put off. None if it has made all gradients.
+        loss: in the last layer the micro-batch's scaled loss, as `into.add_loss` takes it; else None.
     """
 
     gradients: list[Tensor | None]
@@ -124,7 +124,7 @@ class BegunBackward:
 
 
 class StagePrograms:
-    """Runs the layers of one worker's stage: forward, backward, and for validation.
+    """Runs the layers of one worker's stage: forward, backward, and evaluation for validation.
 
     Invariant: what a method computes depends only on its arguments and on the layer's parameters, never on what ran
     before it on this worker.
@@ -140,14 +140,14 @@ class StagePrograms:
     """
 
     _SAVED = ("_saved", "_losses", "_begun")
-    """The attributes that hold what is kept of micro-batches until the end of their backward."""
+    """The names of the attributes with what is kept of micro-batches until the end of their backward."""
 
     def __init__(
         self, num_layers: int, *, loss: Loss | Objective, loss_scale: float, checkpointing: bool, first_trained: int = 0
     ) -> None:
         self._modules: Mapping[int, nn.Module] = {}
         self._values: Mapping[int, ValueBuffer] = {}
-        self._keyed: Mapping[int, str] = {}  # bound layers that take keys -> what the note on an error says of that
+        self._keyed: Mapping[int, str] = {}  # bound layers that take keys -> text about that in notes on errors
         objective = loss if isinstance(loss, Objective) else Objective(loss)
         self._loss, self._metrics = objective.loss, objective.metrics
         self._loss_scale = loss_scale
@@ -157,21 +157,21 @@ class StagePrograms:
         self._saved: dict[tuple[int, int], SavedForward] = {}  # keys are (layer, micro-batch)
         self._losses: dict[int, Tensor] = {}  # micro-batch -> scaled loss, fp32, as `into.add_loss` takes it
         self._begun: dict[tuple[int, int], BegunBackward] = {}  # keys are (layer, micro-batch)
-        self._split: dict[int, SplitLayer] = {}  # the bound layers that put off products of weights
+        self._split: dict[int, SplitLayer] = {}  # the bound layers that put off weight products
         self._marks: dict[int, tuple[bool, ...]] = {}  # layer -> which tensors of its output have a gradient
-        self._weighted: bool | None = None  # whether the loss has a weight; None: it has not been computed yet
+        self._weighted: bool | None = None  # whether the loss has a weight; None before it was first computed
         self.scored: ScoreForm | None = None
-        """Says which of the numbers that `evaluate` returns for the last layer is what; None before it has run."""
+        """The form of the numbers that `evaluate` returns for the last layer. None before it has run."""
         self.memory = LayerMemory()
 
     @property
     def loss(self) -> Loss:
-        """The model's loss function, run as the model's code says."""
+        """The loss function of the model's own code, never compiled."""
         return self._loss
 
     @property
     def metrics(self) -> Metrics | None:
-        """The model's function of metrics, run as the model's code says; None: it has none."""
+        """The metrics function of the model's own code, never compiled; None if the model has none."""
         return self._metrics
 
     @property
@@ -180,14 +180,14 @@ class StagePrograms:
         return 0
 
     def check_form(self, batch: Any) -> None:
-        """Refuses a micro-batch that these programs cannot run. Layers that are not compiled take any shapes.
+        """Refuses a micro-batch that these programs cannot run. Eager programs take any shapes, and refuse none.
 
         Raises:
-            DataError: the programs were compiled for other shapes. Never raised here, but by subclasses.
+            DataError: the programs were compiled for other shapes. Only subclasses raise it.
         """
 
     def dropped(self, layer: int) -> None:
-        """Called after a layer's parameters were dropped until their next version. Subclasses may free copies."""
+        """Notes that a layer's parameters were dropped until their next version. Subclasses may free their copies."""
 
     @contextmanager
     def aside(self, tables: dict[str, dict]) -> Iterator[None]:
@@ -231,7 +231,7 @@ class StagePrograms:
         self._training = [m for module in modules.values() for m in module.modules() if m.training]
 
     def set_split_layers(self, layers: Collection[int]) -> None:
-        """Sets the bound layers whose forwards, from now on, let their backward put off the products of weights."""
+        """Sets the bound layers that put off weight products, for micro-batches whose forward runs from now on."""
         for layer in self._split.keys() - set(layers):
             del self._split[layer]
         for layer in set(layers) - self._split.keys():
@@ -240,13 +240,13 @@ class StagePrograms:
 
     @property
     def has_split_layers(self) -> bool:
-        """True if any bound layer lets its backward put off the products of weights."""
+        """True if the backward of any bound layer puts off weight products."""
         return bool(self._split)
 
     @property
     def forwarded(self) -> frozenset[int]:
         """The micro-batches that were run forward through all bound layers, and not yet backward."""
-        # The last bound layer is run last in a forward and first in a backward, so it alone has to be looked at.
+        # The last bound layer is run last in a forward and first in a backward, so only its entries have to be read.
         return frozenset(microbatch for layer, microbatch in self._saved if layer == max(self._modules))
 
     def discard_all(self) -> None:
@@ -293,7 +293,7 @@ class StagePrograms:
         return handed_on(self.memory.measure(layer, x, self._values[layer].flat, run))
 
     def _passes_gradient(self, layer: int) -> bool:
-        """True if a layer before this one waits for the gradient of this one's input."""
+        """True if a layer before this one needs the gradient of this layer's input."""
         return layer > self._first_trained
 
     def _run_and_save(self, layer: int, microbatch: int, x: Activation, keys: Keys, batch: Any) -> Activation:
@@ -323,8 +323,8 @@ class StagePrograms:
             y = self._run(layer, microbatch, x, keys, batch)
         if isinstance(y, Tensor):
             return y
-        # Only a graph shows which tensors of a tuple have a gradient. It is the same ones in every forward, so one
-        # additional forward with a graph is enough.
+        # Only with a graph it is known which tensors of a tuple have a gradient. They are the same in every forward, so
+        # one additional forward with a graph is enough.
         if layer not in self._marks:
             self._marks[layer] = marks_of(self._run(layer, microbatch, x, keys.again(), batch))
         return marked(y, self._marks[layer])
@@ -372,7 +372,7 @@ class StagePrograms:
             # Autograd accumulates into a gradient that exists, so this adds without a temporary copy.
             for parameter, view in zip(parameters, into.views, strict=True):
                 parameter.grad = view
-        if outputs := graded(y):  # none has a gradient if a layer without parameters makes features of tokens
+        if outputs := graded(y):  # empty if, for example, a layer without parameters makes features of tokens
             try:
                 run_backward(outputs, gradients_of(dy))
             except (Exception, SystemExit) as error:
@@ -395,7 +395,7 @@ class StagePrograms:
         return self._gradient_of(layer, saved.x)
 
     def backward_input(self, layer: int, microbatch: int, dy: Activation | None, *, batch: Any) -> Activation | None:
-        """The first part of a backward: the gradient of the layer's input. `backward_weights` may follow at any time.
+        """Runs the first part of a backward: the gradient of the layer's input. `backward_weights` may follow any time.
 
         The two parts together have the bits of `backward`, whatever runs in between. What is saved of the forward is
         discarded, except what the second part needs.
@@ -463,15 +463,15 @@ class StagePrograms:
             parameter.grad = None
 
     def backward_weights(self, layer: int, microbatch: int, into: GradientBuffer, *, add: bool) -> None:
-        """The second part of a backward: the gradients of the layer's trained parameters, and the last layer's loss.
+        """Runs the second part of a backward: the gradients of the trained parameters, and the last layer's loss.
 
         Args:
             layer, microbatch: as for `backward_input`, which has run.
             into, add: as for `backward`.
 
         Raises:
-            RuntimeError: the model's code has changed tensors in place that the gradients are made of; with a note that
-                names the layer.
+            RuntimeError: the model's code has changed tensors in place that the gradients are computed from. It has a
+                note that names the layer.
         """
         if layer < self._first_trained:
             return
@@ -491,7 +491,7 @@ class StagePrograms:
 
     @property
     def begun(self) -> frozenset[int]:
-        """The micro-batches of which the second part of the backward is still to run, in any layer."""
+        """The micro-batches for which the second part of a backward is still to run in some layer."""
         return frozenset(microbatch for _, microbatch in self._begun)
 
     def bytes_put_off(self, layer: int, microbatch: int) -> int:
@@ -522,7 +522,7 @@ class StagePrograms:
         return no_gradient(x) if dx is None and not isinstance(x, Tensor) else dx
 
     def evaluate(self, layer: int, x: Activation, keys: Keys, batch: Any) -> Activation:
-        """Runs a layer for validation: without a graph, and nothing is saved.
+        """Runs a layer for validation: without a graph, and without saving anything for a backward.
 
         Args:
             layer: number of a bound layer.
@@ -571,7 +571,7 @@ class StagePrograms:
         """Refuse a loss that has a weight only for some micro-batches.
 
         Raises:
-            ModelError: this micro-batch differs from those before it in that.
+            ModelError: the losses before had a weight and this one has none, or the other way round.
         """
         if self._weighted is not weighted and self._weighted is not None:
             raise mixed_weights(
@@ -622,7 +622,7 @@ class StagePrograms:
             return self._loss(y, batch)
 
     def _metrics_of(self, y: Any, batch: Any) -> Mapping[str, Any]:
-        """The metrics of an output, as the model's own code gives them; none if it has none."""
+        """The metrics of an output, as the model's own code gives them; empty if the model has none."""
         if self._metrics is None:
             return {}
         with naming_function("metrics", y, batch):

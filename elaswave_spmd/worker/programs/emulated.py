@@ -36,10 +36,10 @@ from elaswave_spmd.worker.buffers import GradientBuffer, ValueBuffer
 from elaswave_spmd.worker.programs.eager import BegunBackward, SavedForward, StagePrograms, no_gradient
 
 _PERIOD = 4099
-"""Numbers after which a keyed tensor repeats: a prime, so that no two rows of a tensor are alike."""
+"""The number of elements after which a keyed tensor repeats: a prime, so that rows of a tensor differ."""
 
 _ROW_WORDS = 16
-"""64-bit words of a row when parameters are hashed: 128 bytes, which every buffer of pages is a multiple of."""
+"""The number of 64-bit words in a row when parameters are hashed: 128 bytes, of which every buffer is a multiple."""
 
 _GRADIENT_SCALE = 1e-3
 """About the size of a small model's gradients, so that the optimizer works in its usual range."""
@@ -50,12 +50,12 @@ class EmulatedDevice:
     """The time that programs take on one worker.
 
     Args:
-        forward_s: seconds of the forward of one micro-batch through a layer of cost 1, at speed 1.
+        forward_s: the seconds of the forward of one micro-batch through a layer of cost 1, at speed 1.
         backward_s: the same for the backward.
-        layer_costs: relative cost of each layer; () if all have cost 1.
+        layer_costs: the relative cost of each layer; () if all have cost 1.
         speed: step -> the speed of this worker now, relative to the configured one; 0.5 takes twice the time. It is
             called before every program, since DVFS may change it within a step.
-        weight_share: the part of a backward's seconds that its weight gradients take, where they are put off.
+        weight_share: the part of a backward's seconds that its weight gradients take if they are put off.
     """
 
     forward_s: float
@@ -72,7 +72,11 @@ class EmulatedDevice:
 
 @dataclass
 class _Begun(BegunBackward):
-    """The second part of a backward, which takes its time in a step."""
+    """The second part of a backward.
+
+    Args:
+        step: the step, on which the time of the second part depends; -1 if the second part takes no time.
+    """
 
     step: int
 
@@ -80,9 +84,9 @@ class _Begun(BegunBackward):
 class EmulatedPrograms(StagePrograms):
     """Layer programs of an emulated device; otherwise like `StagePrograms`.
 
-    Outputs have the shape and dtype that the real layer's have: it is run once for each shape of its input, to see.
-    Activation checkpointing is ignored. Of a backward in two parts the first makes all numbers, and each takes its
-    share of the time.
+    Outputs have the shape and dtype of the real layer's outputs. To know these, the real layer is run once for each
+    shape of its input. Activation checkpointing is ignored. If a backward is in two parts, the first part computes all
+    numbers, and each part takes its share of the time.
 
     Args:
         num_layers, loss, loss_scale, checkpointing, first_trained: as for `StagePrograms`.
@@ -156,7 +160,7 @@ class EmulatedPrograms(StagePrograms):
         ends = time.monotonic() + self._device.seconds(layer, step, backward=True) * part
         gradients, dx = self._made(layer, microbatch, dy, saved)
         loss = self._losses.pop(microbatch) if layer == self._last else None
-        # A layer that is not split takes all of its time now.
+        # If the layer is not split, the first part takes all of the time, and -1 says that none is left.
         self._begun[layer, microbatch] = _Begun([*gradients], None, loss, step if part < 1.0 else -1)
         _sleep_until(ends)
         return dx
@@ -175,7 +179,7 @@ class EmulatedPrograms(StagePrograms):
     def _made(
         self, layer: int, microbatch: int, dy: Activation | None, saved: SavedForward
     ) -> tuple[list[Tensor], Activation | None]:
-        """The gradients of the parameters and of the input: the same numbers in one part and in two."""
+        """The gradients of the parameters and of the input. They are the same whether or not the backward is split."""
         # Keyed by the forward's output and the incoming gradient: if either is wrong, all gradients differ.
         assert saved.y is not None
         draw = _draw(b"backward", microbatch, layer, *tensors_of(saved.y), *(() if dy is None else tensors_of(dy)))
@@ -219,7 +223,7 @@ class EmulatedPrograms(StagePrograms):
         return map_tensors(lambda one: _number_like(one, draw), form)
 
     def _hash_of(self, layer: int) -> bytes:
-        """A hash of the layer's parameters, computed once after they were written."""
+        """A hash of the layer's parameters. It is computed again only after parameters were written."""
         values = self._values[layer]
         now = values, values.times_marked
         if values.version is None or self._hashes.get(layer, ())[:2] != now:
@@ -237,7 +241,7 @@ class EmulatedPrograms(StagePrograms):
 
 
 def _number_like(form: Tensor, draw: np.random.Generator) -> Tensor:
-    """Keyed numbers in the form of an output; of integers, which may be indices, zeros."""
+    """Keyed numbers in the form of an output. Integers are zeros, since they may be used as indices."""
     if not form.is_floating_point():
         return torch.zeros_like(form)
     return _keyed(draw, tuple(form.shape), 1.0).to(form.dtype).requires_grad_(form.requires_grad)
@@ -273,8 +277,8 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 def _keyed(draw: np.random.Generator, shape: tuple[int, ...], scale: float) -> Tensor:
     """A tensor of fp32 numbers in [-scale, scale).
 
-    The numbers repeat after `_PERIOD` of them, so that a large tensor costs no more than a copy: the emulation must not
-    take longer than the device that it stands for.
+    They repeat after `_PERIOD` numbers, so that a large tensor costs no more than a copy. The emulation must not take
+    longer than the emulated device.
     """
     size = math.prod(shape)
     numbers = (draw.random(min(size, _PERIOD), dtype=np.float32) * 2 - 1) * np.float32(scale)

@@ -10,23 +10,24 @@ from torch.autograd import Variable
 
 
 def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None) -> None:
-    """Runs `torch.autograd.backward(outputs, gradients)`, without what it does in Python for each gradient given to it.
+    """Runs `torch.autograd.backward(outputs, gradients)`, without its checks in Python of each given gradient.
 
-    A layer's backward is a run of its own, and the check of shapes that may be symbolic took 1 to 2 % of a training
-    step (d128, where caches are cold by then; docs/design.md has the measurement). The engine itself checks again what
-    can be wrong here: dtype, device and, by the assertion, shape. It is torch's own entry to the engine, though no
-    public one; tests/unit/worker/test_engine_run.py compares it with the public one.
+    Each layer's backward is a run of its own. So torch's check of shapes, which may be symbolic, took 1 to 2 % of a
+    training step (with d_model 128; docs/design.md has the measurement). The errors that are possible here are still
+    found: the engine checks dtype and device, and an assertion checks the shape. This is the entry to the engine that
+    torch itself uses, but it is not public. tests/unit/worker/test_engine_run.py compares it with the public one.
 
-    On the CPU the engine is entered without torch's copy of the context, which is for the threads of other devices, and
-    without its logging of graphs: there nodes run in the thread that calls.
+    On the CPU, nodes run in the calling thread. So the engine is entered without torch's copy of the context, which is
+    for the threads of other devices, and without its logging of graphs.
 
     Args:
-        outputs: of a layer, each with a graph.
-        gradients: of these, in their shapes and dtypes; None: of one scalar, the loss.
+        outputs: outputs of a layer, each with a graph.
+        gradients: the gradients of these outputs, in their shapes and dtypes. None if the only output is the loss, a
+            scalar.
     """
     on_cpu = True
     for one in outputs:
-        if type(one) is not Tensor:  # a class of its own may have its own way
+        if type(one) is not Tensor:  # a subclass may handle its backward itself
             torch.autograd.backward(outputs, gradients)
             return
         on_cpu = on_cpu and one.is_cpu

@@ -1,11 +1,11 @@
 """Layer programs made by torch.compile: forward, backward and evaluation of each layer, compiled before the first step.
 
-A layer is traced as a function of tensors alone (parameters, input, keys), so layers that are alike share one program,
-and no step, micro-batch or reconfiguration needs another one. Every worker compiles the programs of all layers, since
-a reconfiguration may move any layer to it.
+A layer is traced as a function of tensors alone (parameters, input, keys). So layers of the same kind share one
+program, and no step, micro-batch or reconfiguration needs another one. Every worker compiles the programs of all
+layers, since a reconfiguration may move any layer to it.
 
-The backward of a layer whose input has a gradient is two programs (backward_pair.py), on every mesh and whether or not
-the second is put off.
+If the input of a layer has a gradient, its backward is two programs (backward_pair.py), on every mesh and whether or
+not the second one is put off.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from elaswave_spmd.worker.programs.backward_pair import PairBackend, PairProgram
 from elaswave_spmd.worker.programs.eager import BegunBackward, naming_layer
 
 _FORMS = 3
-"""Forms in which a layer is traced: for training, for evaluation, and without a graph for activation checkpointing."""
+"""The number of forms in which a layer is traced: for training, for evaluation, and without a graph (checkpointing)."""
 
 
 class CompiledPrograms(PairPrograms):
@@ -40,7 +40,7 @@ class CompiledPrograms(PairPrograms):
         num_layers, loss, loss_scale, checkpointing, first_trained: as for `StagePrograms`.
         threads: intra-op threads of this worker.
         place: the device of parameters, inputs and outputs.
-        backend: of torch.compile; tests use "aot_eager", which needs no C++ compiler.
+        backend: the backend of torch.compile. Tests use "aot_eager", which needs no C++ compiler.
     """
 
     def __init__(
@@ -62,15 +62,15 @@ class CompiledPrograms(PairPrograms):
         self._num_compiled = 0
         self._pairs = PairBackend(backend, self._count)
         _configure(threads, num_layers, self._count)
-        # A whole layer or an error: after a graph break, parts of the layer would run eagerly without anybody noticing.
-        # No dynamic shapes: all micro-batches have one shape, and a program for any shape may have other bits.
+        # fullgraph: after a graph break, parts of the layer would run eagerly without anybody noticing. Not dynamic:
+        # all micro-batches have one shape, and a program for any shape may have other bits.
         options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": self._pairs.compile}
         self._run_layer: Callable[..., Any] = torch.compile(_run_layer, **options)
         self._run_last: Callable[..., Any] = torch.compile(_run_last, **options)
         self._run_scored: Callable[..., Any] = torch.compile(_run_scored, **options)
 
     def _count(self, args: object) -> None:
-        """Counts a compilation: of a forward, of an evaluation, of a backward on its own, or of its second part."""
+        """Counts the compilation of one program: a forward, an evaluation, a backward, or its second part."""
         self._num_compiled += 1
 
     @property
@@ -90,9 +90,9 @@ class CompiledPrograms(PairPrograms):
         Args:
             modules: all layers, first to last; parameters may be on the meta device. Do not use them afterwards: their
                 parameters are bound to buffers that are freed.
-            layout: of the model.
-            example: a micro-batch of the form that all have; layers behind the first run on zeros.
-            dtype: of parameters and activations.
+            layout: the layout of the model.
+            example: a micro-batch of the form that all have. Layers after the first run on zeros.
+            dtype: the dtype of parameters and activations.
             compiled: called with the name of each layer once its programs exist. Compiling takes seconds per layer, so
                 the worker reports progress from it.
 
@@ -122,7 +122,7 @@ class CompiledPrograms(PairPrograms):
                 ) from error
             compiled(layer.name)
         self.bind({}, {})
-        self.memory = LayerMemory()  # the run on zeros is no micro-batch: layers are measured when they train
+        self.memory = LayerMemory()  # runs on zeros do not count: layers are measured when they train
 
     def _run_once(self, layer: int, x: Activation, keys: Keys, batch: Any, into: GradientBuffer) -> Activation:
         """Runs a layer for evaluation, forward and backward. Returns zeros like its output: the next layer's input."""
@@ -134,7 +134,7 @@ class CompiledPrograms(PairPrograms):
         return map_tensors(lambda one: torch.zeros_like(one, requires_grad=one.requires_grad), y)
 
     def _run_own_code(self, layer: int, x: Activation, keys: Keys, batch: Any) -> None:
-        """Run a layer as it is written: what it raises by itself is no refusal of the compiler."""
+        """Runs a layer without the compiler. If this raises as well, the layer's own code is wrong."""
         with torch.no_grad(), naming_layer(self._name_of(layer), "compilation", x):
             y = self._modules[layer](*self._arguments(layer, x, keys))
             if layer == self._last:
@@ -150,7 +150,7 @@ class CompiledPrograms(PairPrograms):
         begun: BegunBackward,
     ) -> None:
         begun.put_off = programs = WeightPrograms()
-        # No gradients of leaves: autograd would make a tensor of its own of a stand-in, as large as the gradient.
+        # Not accumulated in `grad` of the leaves, as autograd would copy a stand-in to a tensor as large as a gradient.
         inputs = graded(x)
         leaves = [*inputs, *self._values[layer].trained]
         with self._pairs.putting_off(programs):
@@ -186,12 +186,12 @@ def _run_scored(module: nn.Module, loss: Loss, metrics: Metrics, batch: Any, *ar
 
 
 def _configure(threads: int, num_layers: int, count: Callable[[object], None]) -> None:
-    """Configures torch.compile for this process. The compiler is imported here, so only where something is compiled.
+    """Configures torch.compile for this process. The compiler is imported here, so only if something is compiled.
 
     Args:
         threads: intra-op threads.
-        num_layers: of the model.
-        count: is called at the start of every compilation in this process from now on.
+        num_layers: the number of layers of the model.
+        count: called at the start of every compilation in this process from now on.
     """
     import torch._dynamo
     import torch._inductor.config as inductor
@@ -199,18 +199,18 @@ def _configure(threads: int, num_layers: int, count: Callable[[object], None]) -
     inductor.compile_threads = 1  # no pool of compiler processes, which could outlive a worker that is killed
     inductor.cpp.threads = threads  # the number is compiled into the programs, and decides about the bits of reductions
     if hasattr(inductor, "deterministic"):
-        inductor.deterministic = True  # no choice of kernels by their measured speed: two workers would choose others
-    # Dynamo refuses to compile a function more often than this, as a sign of a mistake. Here layers that are unlike are
-    # compilations of the same function (`_run_layer`), and all of them are wanted.
+        inductor.deterministic = True  # no choice of kernels by measured speed, which may differ between workers
+    # Dynamo takes it for a mistake if a function is compiled more often than this. Here all layers are compilations of
+    # the same function (`_run_layer`), so that each kind of layer needs some.
     torch._dynamo.config.recompile_limit = max(8, _FORMS * num_layers)
     torch._dynamo.config.accumulated_recompile_limit = max(256, _FORMS * num_layers)
     torch._dynamo.callback.on_compile_start(count)
 
 
 def compiler_version(compiler: str) -> str:
-    """The first line of `COMPILER --version`, or "" where there is none.
+    """The first line of `COMPILER --version`, or "" if there is no such compiler.
 
-    It is part of a run's identity (controller/run_fingerprint.py): another compiler may give other bits.
+    It is part of a run's identity (controller/run_fingerprint.py), since another compiler may give other bits.
     """
     if shutil.which(compiler) is None:
         return ""

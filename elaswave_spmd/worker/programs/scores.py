@@ -1,7 +1,7 @@
 """The numbers that a model's `loss` and `metrics` return for a micro-batch: checked, and in one form.
 
-A number is a sum over samples, with or without a weight. Losses are reduced with the gradients; losses and metrics of
-a validation go to the controller (`recovery/validation.py`).
+Each number is a sum over samples, with or without a weight. The losses of a step are reduced together with the
+gradients. The losses and metrics of a validation are sent to the controller (`recovery/validation.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def checked_loss(loss: object) -> Tensor | tuple[Tensor, Tensor]:
     """Checks the loss of one micro-batch.
 
     Returns:
-        The loss as fp32 scalar; or with its weight, both fp32 scalars.
+        The loss, an fp32 scalar; or (loss, weight), both fp32 scalars.
 
     Raises:
         ModelError: the loss is neither one number nor a pair of numbers, or its weight has a dtype that rounds counts.
@@ -42,9 +42,9 @@ def checked_loss(loss: object) -> Tensor | tuple[Tensor, Tensor]:
 
 
 def _refuse_short_weight(weight: object, function: str) -> None:
-    """Refuses a weight in a dtype in which a count of samples or tokens is rounded, as it is soon in bf16.
+    """Refuses a weight in a dtype of less than 4 bytes, such as bf16, which rounds counts of samples or tokens.
 
-    Its sum is rounded before anybody sees it, so it cannot be taken exactly afterwards.
+    The model's code has rounded the sum already, so a conversion to fp32 would come too late.
     """
     if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.dtype.itemsize >= 4:
         return
@@ -83,7 +83,7 @@ def _is_number(value: object, *, tensor: bool = False) -> bool:
 
 
 def as_number(value: Any, like: Tensor) -> Tensor:
-    """A number as fp32 scalar without a graph, where `like` is, which may be a device that only traces.
+    """A number as an fp32 scalar without a graph, on the device of `like`, which may be a device that only traces.
 
     Raises:
         ModelError: a whole number that no float can hold.
@@ -101,24 +101,24 @@ def as_number(value: Any, like: Tensor) -> Tensor:
 
 
 def loss_and_weight(loss: Tensor, weight: Tensor) -> Tensor:
-    """The scaled loss of a micro-batch, its weight, and 1 for a micro-batch that has one: fp32 [3]."""
+    """The scaled loss of a micro-batch, its weight, and 1, which counts micro-batches with a weight: fp32 [3]."""
     return torch.stack([loss.detach(), weight, torch.ones_like(weight)])
 
 
 @dataclass(frozen=True)
 class ScoreForm:
-    """The form of what a validation makes of a micro-batch: sums and their weights, one after the other.
+    """The form of the numbers that a validation computes for a micro-batch: sums and weights, one after the other.
 
     Args:
-        names: of the metrics, after the loss.
-        weighted: whether the loss, and each metric, has a weight behind its sum.
+        names: the names of the metrics, which come after the loss.
+        weighted: True for the loss, and for each metric, if its sum is followed by a weight.
     """
 
     names: tuple[str, ...]
     weighted: tuple[bool, ...]
 
     def rows(self, values: Sequence[float]) -> list[tuple[float, float | None]]:
-        """(sum, weight) of the loss, then of each metric; None: it has no weight."""
+        """(sum, weight) of the loss, then of each metric; the weight is None if it has none."""
         found, rest = [], iter(values)
         for has_weight in self.weighted:
             total = next(rest)
@@ -127,13 +127,13 @@ class ScoreForm:
 
     @property
     def in_words(self) -> str:
-        """The names, such as "accuracy (sum, weight)"."""
+        """The names of the metrics, such as "accuracy (sum, weight)"."""
         named = zip(self.names, self.weighted[1:], strict=True)
         return ", ".join(f"{name} (sum, weight)" if has else name for name, has in named) or "none"
 
 
 def scores_of(loss: Tensor | tuple[Tensor, Tensor], metrics: Mapping[str, Any]) -> tuple[ScoreForm, tuple[Tensor, ...]]:
-    """A checked loss and the metrics of one micro-batch, as numbers one after the other: fp32 scalars.
+    """A checked loss and the metrics of one micro-batch, as fp32 scalars one after the other, with their form.
 
     Raises:
         ModelError: a metric is neither one number nor a pair of numbers, or its weight has a dtype that rounds counts.

@@ -1,17 +1,18 @@
-"""A layer's backward in two parts: B makes the gradient of its input, W those of its weights when there is time.
+"""A layer's backward in two parts: B makes the gradient of its input, and W those of its weights when there is time.
 
-Nearly all the work of W are products of two tensors: the gradient of an operator's output, and its input. In a forward
-whose backward is to be split, such an operator is an autograd function of ours, which in B gives the gradient of its
-input alone, and keeps that of its output. W is the product (Qi et al., 2024, "Zero Bubble Pipeline Parallelism"; there
-by autograd, which keeps the graph). What else needs a gradient (norms, biases that are added by themselves, any module
-of the user's) is differentiated in B as ever, and kept.
+Nearly all the work of W is products of two tensors: the gradient of an operator's output, and the operator's input. In
+a forward whose backward is to be split, such an operator is replaced by an autograd function of ours. In B this
+function computes only the gradient of its input, and keeps the gradient of its output. W computes the product (Qi et
+al., 2024, "Zero Bubble Pipeline Parallelism"; they have autograd compute it, which keeps the graph). Everything else
+that needs a gradient (norms, biases that are added separately, any module of the user's) is differentiated in B as
+usual, and the gradients are kept until W.
 
-The products are those that autograd would call, on the same operands, so the bits should be its bits. Whether they are
-is tried for each kind of layer before the first step (`worker.model_check`); a layer in which they are not has its
-backward whole. But code may take other branches later. So an operator passes through this only in the one form whose
-formula is known: operands of torch's own type, rows that lie one behind the other, no autocast. A weight that is used
-in another way as well, or that has hooks, gets its gradient in B, where autograd adds it to the others in its own
-order. What nobody may change until W, or differentiate again, is an error if somebody does.
+The products are those that autograd would compute, on the same operands, so the bits should be the same. Whether they
+are is checked for each kind of layer before the first step (`worker.model_check`). If they are not, the backward of the
+layer stays whole. But the layer's code may take other branches later. So an operator is put off only in the one form
+whose formula is known: with operands of torch's own type, with contiguous rows, and without autocast. A weight that is
+used in another way as well, or that has hooks, gets its gradient in B, where autograd adds the parts in its own order.
+It is an error if an operand is changed in place before W, or if the function is to be differentiated again.
 """
 
 from __future__ import annotations
@@ -30,26 +31,28 @@ class PutOff(Protocol):
 
     @property
     def operands(self) -> tuple[Tensor, ...]:
-        """All tensors that are kept until then; () if nothing is put off."""
+        """All tensors that are kept until the second part has run; () if nothing is put off."""
         ...
 
     def gradients(self, parameters: Sequence[nn.Parameter], others: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Makes the gradients of a layer's parameters, once.
+        """Makes the gradients of a layer's parameters. May be called once.
 
         Args:
-            others: what the first part has made, by parameter; None where it has made none.
+            others: for each parameter the gradient that the first part has made, or None.
         """
         ...
 
 
 class _Form(NamedTuple):
-    """The computation of one kind of operator with a weight product. No closures are made per call: they cost time.
+    """The computations of one kind of operator with a weight product.
+
+    They get all values as arguments, since making closures in each call would take time.
 
     Args:
         run: (input, weight, bias, options) -> the operator's output.
         of_input: (gradient of the output, shape of the input, operand, weight, options) -> gradient of the input.
         of_weights: (gradient of the output, operand, options) -> gradients of the parameters.
-        in_rows: gradient of the output and operand are given with all dims but the last as one.
+        in_rows: True if the gradient of the output and the operand are matrices, with all dims but the last joined.
     """
 
     run: Callable[[Tensor, Tensor, Tensor | None, Any], Tensor]
@@ -62,13 +65,14 @@ class _Product(NamedTuple):
     """A weight product.
 
     Args:
-        form: of the operator.
-        parameters: the weight, and a bias whose gradient is made with it, or None: what W gives gradients of.
-        operand: what W needs beside the gradient of the output: the operator's input.
-        version: of the operand, as the product needs it.
-        shape: of the input.
-        bias_in_b: B makes the gradient of a bias: that of the output, to be summed up to the form of the bias.
-        options: other arguments of the operator.
+        form: the computations of the operator.
+        parameters: the parameters whose gradients W makes: the weight, and a bias or None.
+        operand: the operator's input, which W needs beside the gradient of the output.
+        version: the version counter of the operand, by which a later change in place is detected.
+        shape: the shape of the input.
+        bias_in_b: True if B makes the gradient of the bias. It is the gradient of the output, which autograd sums up to
+            the shape of the bias.
+        options: the other arguments of the operator.
     """
 
     form: _Form
@@ -83,8 +87,8 @@ class _Product(NamedTuple):
 class _PutOff(torch.autograd.Function):
     """An operator whose weight product is put off.
 
-    It makes a tensor of its own, which the layer may change in place: a hook on the output of torch's operator would be
-    lost then, and the product with it.
+    It is not a hook on the output of torch's own operator, because the layer may change that output in place. Then the
+    hook would be lost, and the product with it.
     """
 
     @staticmethod
@@ -94,7 +98,8 @@ class _PutOff(torch.autograd.Function):
         ctx.product, ctx.products = product, products
         ctx.set_materialize_grads(False)
         y = product.form.run(x, weight, bias, product.options)
-        # The output of torch's linear may be a view of another tensor's rows, which could not be changed in place here.
+        # The output of torch's linear may be a view, and autograd allows no change in place of a view that a function
+        # of ours returns.
         return torch.ops.aten._unsafe_view.default(y, y.shape) if y._is_view() else y
 
     @staticmethod
@@ -121,7 +126,11 @@ class _PutOff(torch.autograd.Function):
 
 
 def refuse_change(tensor: Tensor, version: int) -> None:
-    """Refuse a tensor that was changed in place since autograd would have saved it, as autograd does."""
+    """Refuse a tensor that was changed in place since it was kept, as autograd does for tensors that it saves.
+
+    Raises:
+        RuntimeError: the version counter of the tensor is not `version`.
+    """
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -130,7 +139,7 @@ def refuse_change(tensor: Tensor, version: int) -> None:
 
 
 class _Brought(NamedTuple):
-    """A product with the gradient of its output, and the version of that as the product needs it."""
+    """A product with the gradient of the operator's output, and the version counter of that gradient."""
 
     product: _Product
     dy: Tensor
@@ -149,10 +158,10 @@ class WeightProducts:
     """The weight products of one layer and micro-batch, put off until W.
 
     Args:
-        storages: where the layer's weights lie, by the address of the storage.
-        brought: products with the gradient of their output, in the order in which B has brought them.
-        used_otherwise: ids of parameters that an operator without a weight product has used.
-        in_forward: the forward is not over.
+        storages: the storages of the layer's weights, by address.
+        brought: the products that B has put off, in this order, with the gradients of the outputs.
+        used_otherwise: the ids of parameters that were also used by an operator without a weight product.
+        in_forward: True until the forward is over.
     """
 
     storages: frozenset[int] = frozenset()
@@ -161,7 +170,7 @@ class WeightProducts:
     in_forward: bool = False
 
     def can_wait(self, parameters: tuple[nn.Parameter, nn.Parameter | None]) -> bool:
-        """True if nothing but products makes gradients of the parameters, and nobody looks at these on the way."""
+        """True if the gradients of the parameters consist of weight products alone, and no hook needs them in B."""
         for one in parameters:
             if one is None:
                 continue
@@ -179,13 +188,14 @@ class WeightProducts:
         return tuple(tensor for one in self.brought for tensor in (one.product.operand, one.dy))
 
     def gradients(self, parameters: Sequence[nn.Parameter], others: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """W: the gradients of a layer's parameters.
+        """Run W, and return the gradients of a layer's parameters.
 
         Args:
-            others: those that B has made, by parameter; None where it has made none.
+            others: for each parameter the gradient that B has made, or None.
 
         Raises:
-            RuntimeError: an operand was changed in place, or a sum has an order that only autograd knows.
+            RuntimeError: an operand was changed in place, or the gradient of a parameter is a sum of parts whose order
+                only autograd knows.
         """
         found: dict[int, Tensor] = {}
         several: set[int] = set()
@@ -203,7 +213,7 @@ class WeightProducts:
         for parameter, other in zip(parameters, others, strict=True):
             own = found.get(id(parameter))
             if own is not None and other is not None and id(parameter) in several:
-                # a + (b + c) is not (a + b) + c. Of two it does not matter which one comes first.
+                # In floating point a + (b + c) is not (a + b) + c. The order of only two parts does not matter.
                 raise RuntimeError("a parameter has several weight gradients that were put off, and one that was not")
             together.append(other if own is None else own if other is None else other + own)
         return together
@@ -213,20 +223,20 @@ class SplitLayer:
     """A layer whose forwards can put off the weight products of their backward.
 
     Args:
-        parameters: of the layer, those that are trained. Those that can be a weight of a product, having two dims or
-            more, are `SplitParameter`s within `putting_off`, and plain ones at all other times: in a validation, which
-            torch runs otherwise if parameters have a class of their own, and in a backward. One of a class of its own,
-            a tensor that wraps another one, has its own way with operators, and keeps it.
+        parameters: the trained parameters of the layer. Those with two or more dims may be the weight of a product, and
+            are `SplitParameter`s within `putting_off`. At all other times they are plain parameters: in a validation,
+            where torch takes other paths if parameters are of a subclass, and in a backward. A parameter that is of a
+            subclass already, such as a tensor that wraps another one, handles operators itself, and is left alone.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._weights = [one for one in parameters if one.dim() >= 2 and type(one) is nn.Parameter]
-        # Their memory may be given back and come again (ZeRO-3), but in the same storages.
+        # Their memory may be freed and allocated again (ZeRO-3), but the storages stay the same.
         self._storages = frozenset(one.untyped_storage()._cdata for one in self._weights)
 
     @contextmanager
     def putting_off(self) -> Iterator[WeightProducts]:
-        """A forward whose backward puts off the products that are yielded."""
+        """Context for a forward whose backward puts off weight products. Yields the record of these."""
         products = WeightProducts(self._storages, in_forward=True)
         for parameter in self._weights:
             parameter.__class__ = SplitParameter
@@ -241,7 +251,7 @@ class SplitLayer:
 
 
 class SplitParameter(nn.Parameter):
-    """A parameter that tells operators with a weight product from others. Only operators that it is given to pay."""
+    """A parameter that recognises operators with a weight product. Only operators that take it are slowed down."""
 
     products: WeightProducts
 
@@ -256,7 +266,8 @@ class SplitParameter(nn.Parameter):
             if output is not None:
                 return output
         output = super().__torch_function__(func, types, args, kwargs or {})
-        if _has_tensor(output) and not isinstance(output, SplitParameter):  # that is given back as it is: no use of it
+        # If the output is the parameter itself, it was not used.
+        if _has_tensor(output) and not isinstance(output, SplitParameter):
             for parameter in _split_parameters((args, kwargs)):
                 parameter.products.used_otherwise.add(id(parameter))
         return output
@@ -276,12 +287,12 @@ def _split_parameters(value: Any) -> Iterator[SplitParameter]:
 
 
 def _products_of(input: Tensor, weight: object) -> WeightProducts | None:
-    """The place where the product of an input and a weight is put off; None: it is not."""
+    """The record in which the product of an input and a weight is put off; None if it must not be put off."""
     if not isinstance(weight, SplitParameter) or not weight.requires_grad:
         return None
     if type(input) is not Tensor or not input.requires_grad or input.dtype is not weight.dtype:
         return None
-    # A part of a parameter: its memory may be given back before W (ZeRO-3).
+    # If the input is part of a parameter, its memory may be freed before W (ZeRO-3).
     products = weight.products
     if products.is_of_parameters(input):
         return None
@@ -290,10 +301,10 @@ def _products_of(input: Tensor, weight: object) -> WeightProducts | None:
 
 
 def _has_plain_rows(tensor: Tensor) -> bool:
-    """True if its elements lie one behind the other. Of others torch's choice of a kernel depends on the strides."""
+    """True if a tensor has plain strides and two or more dims. For other strides torch may choose other kernels."""
     if tensor.is_contiguous() and min(tensor.shape) > 1:
         return tensor.dim() >= 2
-    elements = 1  # strides of dims of one element may be any, and of no elements
+    elements = 1  # a contiguous tensor may have any strides if a dim has one element, or none
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if stride != elements:
             return False
@@ -306,7 +317,8 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     if products is None or not _has_plain_rows(input) or (bias is not None and bias.dim() != 1):
         return None
     assert isinstance(weight, nn.Parameter)
-    # The sum over rows costs little, and a bias may be anything: a part of it, or what is computed of parameters.
+    # B makes the gradient of the bias. That sum over rows costs little, and the bias may be any tensor, such as part of
+    # a parameter or something computed from parameters.
     bias_in_b = bias is not None and bias.requires_grad
     x = _rows(input.detach())
     product = _Product(_LINEAR, (weight, None), x, x._version, input.shape, bias_in_b, None)
@@ -346,7 +358,7 @@ def _mm(input: Tensor, mat2: Tensor, **kwargs: Any) -> Tensor | None:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """All dims but the last as one."""
+    """The tensor as a matrix: all dims but the last are joined."""
     return tensor.reshape(-1, tensor.shape[-1])
 
 
@@ -365,7 +377,7 @@ def _convolution(
     if products is None or isinstance(padding, str) or input.dim() != dims + 2:
         return None
     assert isinstance(weight, nn.Parameter)
-    # Its gradient is made with that of the weight.
+    # The gradient of the bias is made together with that of the weight, so the bias must be a parameter.
     graded = bias if isinstance(bias, nn.Parameter) and bias.requires_grad else None
     if bias is not None and bias.requires_grad and graded is None:
         return None
@@ -390,8 +402,10 @@ class _ConvolutionOptions(NamedTuple):
     """The options of a convolution beside its tensors, in the forms of its operator and of torch's backward.
 
     Args:
-        weight: shape and strides of the weight.
-        has_bias: W makes the gradient of a bias.
+        operator: torch's function.
+        forward, backward: the options in the form that the function, or torch's backward of it, takes.
+        weight: the shape and strides of the weight.
+        has_bias: True if W makes the gradient of a bias.
     """
 
     operator: Callable[..., Tensor]
@@ -408,7 +422,7 @@ def _input_of_convolution(dy: Tensor, shape: torch.Size, x: Tensor, w: Tensor, g
 def _weights_of_convolution(dy: Tensor, x: Tensor, given: _ConvolutionOptions) -> tuple[Tensor, Tensor | None]:
     shape, strides = given.weight
     sizes = [shape[0]] if given.has_bias else None
-    # No more than the form of the weight counts. Its values may be gone by now (ZeRO-3).
+    # Only the shape and strides of the weight matter here. Its values may be gone by now (ZeRO-3).
     form = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
     wanted = [False, True, given.has_bias]
     _, of_weight, of_bias = torch.ops.aten.convolution_backward(dy, x, form, sizes, *given.backward, wanted)
@@ -445,4 +459,5 @@ _OPERATORS: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
     torch.conv2d: _conv2d,
     torch.conv3d: _conv3d,
 }
-"""Operators with a weight product -> those that put it off; these return None where they do not."""
+"""Operator with a weight product -> the function that runs it and puts the product off. It returns None if it may not
+do so."""

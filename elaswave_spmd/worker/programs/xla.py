@@ -5,13 +5,14 @@ once, before the worker is ready; after that a step only runs programs by their 
 
 A layer's forward program returns its output and the residuals: the tensors that autograd saved for the backward. The
 backward program takes them as arguments. So both programs are functions without hidden state, and no autograd runs in a
-step. The keys of a micro-batch are an argument too, packed into one vector of integers: a step number or a sample id in
-the graph would need another compilation in every step.
+step. The keys of a micro-batch are an argument too, packed into one vector of integers. If a step number or a sample id
+were part of the graph, every step would need another compilation.
 
-The backward of a layer whose input has a gradient is two programs (backward_pair.py), on every mesh and whether or not
-the second is put off. What the second needs stays on the island until it has run.
+If the input of a layer has a gradient, its backward is two programs (backward_pair.py), on every mesh and whether or
+not the second one is put off. What the second one needs stays on the island until it has run.
 
-Tensors stay on the island between the layers of a stage. What leaves the stage, and all gradients, are host tensors.
+Tensors stay on the island between the layers of a stage. Tensors that leave the stage, and all weight gradients, are
+host tensors.
 """
 
 from __future__ import annotations
@@ -62,16 +63,16 @@ class LayerPrograms:
 
     All take the same arguments first, called `given`: the layer's parameters, its input, the packed keys, and in the
     last layer the tensors of the micro-batch. Input and output are one tensor, or the tensors of a tuple one after the
-    other; those without dims have one on the island, where a scalar argument could not be told from a number in the
-    code.
+    other. A tensor without dims has one dim on the island, where a scalar argument could not be distinguished from a
+    number in the code.
 
     Args:
         forward: (*given) -> *output, *residuals.
-        backward: its programs.
-        evaluate: (*given) -> *output.
-        num_parameters: of the layer.
-        x: its input without values.
-        y: its output without values.
+        backward: the programs of the backward.
+        evaluate: (*given) -> *output; for the last layer the loss and the metrics.
+        num_parameters: the number of parameters of the layer.
+        x: zeros in the form of the layer's input.
+        y: zeros in the form of the layer's output.
     """
 
     forward: Program
@@ -88,11 +89,11 @@ class LayerPrograms:
 
 @dataclass
 class IslandForward:
-    """The forward of one layer and micro-batch on the island, as far as its backward needs it.
+    """The parts of the forward of one layer and micro-batch that its backward needs, on the island.
 
     Args:
         given: the arguments of the forward program.
-        residuals: its results for the backward; None with activation checkpointing, where the forward is run again.
+        residuals: its results for the backward. None with activation checkpointing, where the forward is run again.
     """
 
     given: list[Tensor]
@@ -105,7 +106,7 @@ class XlaPrograms(PairPrograms):
     Args:
         num_layers, loss, loss_scale, checkpointing, first_trained: as for `StagePrograms`.
         island: the devices that compute.
-        specs: parameter name -> its placement on the island's axes; other parameters are whole on each device.
+        specs: parameter name -> its placement on the island's axes. Other parameters are whole on each device.
     """
 
     _SAVED = (*StagePrograms._SAVED, "_kept")
@@ -150,9 +151,9 @@ class XlaPrograms(PairPrograms):
 
         Args:
             modules: all layers, first to last; parameters may be on the meta device.
-            layout: of the model.
+            layout: the layout of the model.
             example: a micro-batch of the form that all have, in host memory.
-            dtype: of parameters and activations.
+            dtype: the dtype of parameters and activations.
             compiled: called with the name of each layer once its programs exist.
 
         Raises:
@@ -182,6 +183,7 @@ class XlaPrograms(PairPrograms):
         island, layer, specs = self._island, layout.index, self._specs_of(layout)
         host = [torch.zeros(slot.parameter.shape, dtype=dtype) for slot in layout.slots]
         host += [_with_dims(torch.zeros_like(one, requires_grad=False)) for one in tensors_of(x)]
+        # The packed keys: seed, step and layer, then the sample ids (`_given`).
         host.append(torch.zeros(3 + example.num_samples, dtype=torch.int64))
         if layer == self._last:
             host += [_with_dims(torch.zeros_like(leaf)) for _, leaf in leaves_of(example.batch)]
@@ -191,7 +193,8 @@ class XlaPrograms(PairPrograms):
             if layer == self._last:
                 loss, metrics = self._scores(layout, module, inputs, x)
                 scores = tensors_of(self._checked_scores(loss, metrics))
-                # A plain loss has no dims; numbers beside each other have, and none is an argument as it is.
+                # A loss alone keeps its form, without dims. Several numbers each get a dim, and none may be an argument
+                # itself (`_computed`).
                 outputs = scores if len(scores) == 1 else tuple(self._computed(_with_dims(one)) for one in scores)
             else:
                 outputs = tensors_of(_all_with_dims(self._output(layout, module, dtype, inputs, x)))
@@ -229,8 +232,8 @@ class XlaPrograms(PairPrograms):
         """Traces the layer's output, or the loss after the last layer, in the form that `StagePrograms` gives it.
 
         Args:
-            inputs: `given` of `LayerPrograms`.
-            like_x: the layer's input without values.
+            inputs: the arguments `given` of `LayerPrograms`.
+            like_x: a tensor or tuple in the form of the layer's input.
         """
         if layout.index == self._last:
             y, batch = self._traced(layout, module, inputs, like_x)
@@ -250,7 +253,7 @@ class XlaPrograms(PairPrograms):
     def _traced(
         self, layout: LayerLayout, module: nn.Module, inputs: list[Tensor], like_x: Activation
     ) -> tuple[Any, Any]:
-        """Traces a layer; arguments as for `_output`. Returns what it returned, and after the last one the batch."""
+        """Traces a layer; arguments as for `_output`. Returns its result, and for the last layer the traced batch."""
         paths = [_path(layout, slot) for slot in layout.slots]
         parameters, others = inputs[: len(paths)], inputs[len(paths) :]
         number = len(tensors_of(like_x))
@@ -268,7 +271,7 @@ class XlaPrograms(PairPrograms):
         return y, with_leaves(self._example.batch, leaves)
 
     def _computed(self, value: Tensor) -> Tensor:
-        """A tensor of an output, which a program computes even if it is an input as it is."""
+        """A tensor of an output; if it is an input of the layer itself, a result that the program computes from it."""
         if self._island.is_traced(value):
             return value
         return value * 1.0 if value.is_floating_point() else value | value
@@ -330,7 +333,7 @@ class XlaPrograms(PairPrograms):
         return self._as_gradient(layer, x, of_input)
 
     def _as_output(self, layer: int, outputs: Sequence[Tensor]) -> Activation:
-        """The output of a layer as the caller gets it."""
+        """The output of a layer in the form that the caller gets."""
         last = layer == max(self._modules)
         form = self._programs[layer].y
         outputs = self._out(outputs, last)
@@ -341,11 +344,11 @@ class XlaPrograms(PairPrograms):
         return like(form, (o.requires_grad_(f.requires_grad) for o, f in zip(outputs, form, strict=True)))
 
     def _as_gradient(self, layer: int, x: Activation, made: Sequence[Tensor | None]) -> Activation | None:
-        """The gradient of a layer's input as the caller gets it: of its tensors that have one.
+        """The gradient of a layer's input in the form that the caller gets: of those of its tensors that have one.
 
         Args:
-            x: the input without values.
-            made: by tensor of the input; None: there is none, or it is ignored.
+            x: zeros in the form of the input.
+            made: for each tensor of the input its gradient. None if it has none, or if the layer does not use it.
         """
         first = layer == min(self._modules)
         found = iter(self._out([one for one in made if one is not None], first))
@@ -367,12 +370,12 @@ class XlaPrograms(PairPrograms):
     def _begin_weights(
         self, layer: int, arguments: Sequence[Tensor], made: Sequence[Tensor], loss: Tensor | None
     ) -> BegunBackward:
-        """The second part of a backward whose first program has run.
+        """The record of the second part of a backward, after the first program has run.
 
         Args:
-            arguments: of the first program.
-            made: its results, but for the gradient of the input.
-            loss: the micro-batch's loss, after the last layer.
+            arguments: the arguments of the first program.
+            made: its results without the gradients of the input.
+            loss: for the last layer the micro-batch's loss; else None.
         """
         backward, slots = self._programs[layer].backward, self._values[layer].layout.slots
         weights = backward.weights
@@ -400,7 +403,7 @@ class XlaPrograms(PairPrograms):
         return scores[0] if len(scores) == 1 else scores
 
     def set_training(self, training: bool) -> None:
-        """Does nothing: training and evaluation are two programs."""
+        """Does nothing, since training and evaluation are separate programs."""
 
     def _given(self, layer: int, x: Activation, keys: Keys, batch: Any) -> list[Tensor]:
         """The arguments of the layer's programs, on the island (`LayerPrograms`)."""
@@ -412,7 +415,7 @@ class XlaPrograms(PairPrograms):
         return [*self._parameters(layer), *there, *self._island.put(host, [WHOLE] * len(host))]
 
     def _parameters(self, layer: int) -> list[Tensor]:
-        """The layer's parameters on the island. They are sent there once after they were written."""
+        """The layer's parameters on the island. They are sent there again only after they were written."""
         values = self._values[layer]
         now = values, values.times_marked
         if values.version is None or self._placed.get(layer, ())[:2] != now:
@@ -431,25 +434,25 @@ class XlaPrograms(PairPrograms):
         return [self._specs.get(slot.parameter.name, WHOLE) for slot in layout.slots]
 
     def _there(self, value: Tensor) -> Tensor:
-        """A tensor on the island, which is sent there unless the layer before left it there."""
+        """The tensor on the island. It is sent there unless the layer before has left it there."""
         value = _with_dims(value.detach())
         return value if value.device == self._island.place else self._island.put([value], [WHOLE])[0]
 
     def _out(self, values: Sequence[Tensor], leaves_stage: bool) -> list[Tensor]:
-        """A program's results as the caller gets them: in host memory if they leave the stage, else on the island."""
+        """A program's results for the caller: in host memory if they leave the stage, else on the island."""
         if leaves_stage:
             return self._island.fetch(values) if values else []
-        self._island.wait()  # the caller measures the time: it is to be the program's, not that of starting it
+        self._island.wait()  # the caller measures the time of the program, not that of starting it
         return list(values)
 
 
 def _with_dims(value: Tensor) -> Tensor:
-    """A tensor that has a dim."""
+    """The tensor, with one dim if it has none."""
     return value if value.ndim else value.reshape(1)
 
 
 def _all_with_dims(y: Activation) -> Activation:
-    """A traced output as a program returns it: of a tuple each tensor has a dim."""
+    """A traced output in the form that a program returns: each tensor of a tuple has at least one dim."""
     return y if isinstance(y, Tensor) else map_tensors(_with_dims, y)
 
 
@@ -460,7 +463,7 @@ def _path(layout: LayerLayout, slot: Slot) -> str:
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Switches a module to evaluation, and each of its modules back to its mode at the end."""
+    """Context in which a module is in evaluation mode. Afterwards each of its modules is in its own mode again."""
     training = {m: m.training for m in module.modules()}
     module.eval()
     try:

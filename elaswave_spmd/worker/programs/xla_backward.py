@@ -1,7 +1,8 @@
-"""The backward of a layer of an island: traced, cut where its input has a gradient, compiled; and W, while it waits.
+"""The backward of a layer of an island: tracing, cutting and compiling it, and W while it is put off.
 
-Autograd runs only here, before the first step. What it runs is recorded as a graph (backward_trace.py). If that can be
-cut (backward_pair.py), each part is traced again, into a program of its own.
+Autograd runs only here, before the first step. The operators that it runs are recorded as a graph (backward_trace.py).
+If the layer's input has a gradient and the graph can be cut (backward_pair.py), each part is traced again, into a
+program of its own.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ _INPUT, _RESIDUAL, _NUMBER = "input", "residual", "number"
 
 @dataclass(frozen=True)
 class WeightsProgram:
-    """W: the gradients of parameters that the first program of a backward leaves to the second.
+    """W, the second program of a backward: it makes the gradients of parameters that the first one leaves to it.
 
     Args:
-        program: (*`kept` of the backward's arguments, *what it needs of the backward's results) -> gradients.
-        kept: numbers of the arguments of the backward.
-        later: numbers of the parameters that it makes gradients of.
+        program: (*arguments of the backward that W needs, *results of the first program that W needs) -> gradients.
+        kept: the numbers of the arguments of the backward that W needs.
+        later: the numbers of the parameters whose gradients W makes.
     """
 
     program: Program
@@ -41,9 +42,9 @@ class BackwardPrograms:
     """The backward of one layer.
 
     Args:
-        program: (*given, *residuals, gradients of the output) -> gradients of the input as by `has_dx`, the gradients
-            of the `graded` parameters that `weights` does not make, and what `weights` needs. The last layer's output
-            is the loss, so there no gradient of it is given. None if the layer has nothing to differentiate.
+        program: (*given, *residuals, *gradients of the output) -> the gradients of the input as `has_dx` says, then the
+            gradients of the `graded` parameters that `weights` does not make, then what `weights` needs. The last layer
+            gets no gradient of its output, which is the loss. None if the layer has nothing to differentiate.
         weights: the second program; None if the backward is whole.
         graded: for each parameter, True if it gets a gradient; a frozen one gets none.
         has_dx: for each tensor of the input, True if it gets a gradient.
@@ -57,13 +58,13 @@ class BackwardPrograms:
 
 @dataclass(frozen=True)
 class IslandWeights:
-    """The second part of one backward on the island: a `split_backward.PutOff`.
+    """The second part of one backward on the island; implements `split_backward.PutOff`.
 
     Args:
-        island: it computes.
+        island: the island that computes it.
         weights: the program; None if the backward was whole.
-        operands: its arguments, on the island.
-        trained: numbers of the layer's trained parameters.
+        operands: the arguments of the program, on the island.
+        trained: the numbers of the layer's trained parameters.
     """
 
     island: XlaIsland
@@ -72,7 +73,11 @@ class IslandWeights:
     trained: tuple[int, ...]
 
     def gradients(self, parameters: Sequence[nn.Parameter], others: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """W: the gradients of a layer's trained parameters, in host memory; `others`: those of B, on the island."""
+        """Runs W, and returns the gradients of a layer's trained parameters in host memory.
+
+        Args:
+            others: for each trained parameter the gradient that B has made, on the island, or None.
+        """
         made = dict(zip(self.trained, others, strict=True))
         if self.weights is not None:
             made.update(zip(self.weights.later, self.island.run(self.weights.program, self.operands), strict=True))
@@ -82,14 +87,14 @@ class IslandWeights:
 
 @dataclass(frozen=True)
 class ZeroArguments:
-    """Makes arguments to trace the programs of one layer from, all zero.
+    """Makes arguments of zeros, from which the programs of one layer are traced.
 
-    Each program is traced from arguments of its own: those of another trace belong to that program.
+    Each program is traced from new arguments, because those of another trace belong to the program of that trace.
 
     Args:
-        island: receives them.
-        host: zeros like the layer's parameters and what else is given.
-        specs: of the parameters, which come first.
+        island: the island that receives the arguments.
+        host: zeros in the form of the layer's parameters, and then of the other arguments.
+        specs: the placements of the parameters, on the island's axes.
     """
 
     island: XlaIsland
@@ -107,13 +112,14 @@ class TracedForward:
 
     Args:
         zeros: makes arguments.
-        outputs: those that have a gradient, with the graph, whose saved tensors are replaced.
-        leaves: what is differentiated by: number of an argument -> the argument, as the forward was traced from it.
+        outputs: the outputs that have a gradient, with their graph. The tensors that the graph saved are replaced when
+            the backward is traced.
+        leaves: number of an argument -> that argument of the traced forward, for all that get a gradient.
         saved: the tensors that the graph has saved.
-        program: the forward's.
-        ends: zeros like the gradients of the outputs; () for the loss, whose gradient is no argument of a backward.
-        num_inputs: tensors of the layer's input.
-        num_outputs: tensors of its output, with and without a gradient.
+        program: the program of the forward.
+        ends: zeros in the form of the gradients of the outputs. () for the loss, whose gradient is no argument.
+        num_inputs: the number of tensors of the layer's input.
+        num_outputs: the number of tensors of its output, with and without a gradient.
     """
 
     zeros: ZeroArguments
@@ -137,9 +143,9 @@ class _Arguments:
     """The arguments of a backward, on the island.
 
     Args:
-        given: those of the forward.
-        residuals: its results for the backward.
-        ends: the gradients of its outputs; none for the loss.
+        given: the arguments of the forward.
+        residuals: the results of the forward that the backward needs.
+        ends: the gradients of the forward's outputs; empty for the loss.
     """
 
     given: list[Tensor]
@@ -185,7 +191,7 @@ def _pair(
     arguments = forward.arguments().all
     results = cut.first(*arguments)
     gradients, specs = _marked(island, results[: cut.num_gradients], forward.zeros.specs)
-    # Scalars get a dim, as residuals do: an argument without dims could not be told from a number in the code.
+    # Scalars get a dim, as residuals do (`SavedTensors.besides`).
     needed = [one if one.ndim else one.reshape(1) for one in results[cut.num_gradients :]]
     first = island.capture([*gradients, *needed], arguments, [*specs, *[WHOLE] * len(needed)])
     island.forget_traces()
@@ -203,14 +209,15 @@ def _pair(
 
 
 def _marked(island: XlaIsland, gradients: Sequence[Tensor | None], specs: Sequence[P]) -> tuple[list[Tensor], list[P]]:
-    """Fixes the placement of the traced gradients that there are. The first are of the input, which is whole.
+    """Fixes the placements of traced gradients. Returns the gradients that are not None, and their placements.
 
     Args:
-        specs: of the parameters.
+        gradients: those of the layer's input, which is whole on each device, and then those of the parameters.
+        specs: the placements of the parameters.
     """
     whole = [WHOLE] * (len(gradients) - len(specs))
     found = [(g, spec) for g, spec in zip(gradients, (*whole, *specs), strict=True) if g is not None]
-    # A gradient may be an argument as it is: that of the input of x + bias. A program's results are computed by it.
+    # A gradient may be an argument itself, such as that of x in x + bias. But a program has to compute its results.
     traced = [gradient if island.is_traced(gradient) else gradient * 1.0 for gradient, _ in found]
     specs = [spec for _, spec in found]
     return [island.mark(gradient, spec) for gradient, spec in zip(traced, specs, strict=True)], specs
@@ -229,7 +236,7 @@ class SavedTensors:
         self._sources: list[tuple[str, int]] = []
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Hooks that record what is saved, and that return the replacements."""
+        """The hooks that record what autograd saves, and that return the replacements in the backward."""
 
         def pack(value: Tensor) -> int:
             self._saved.append(value)
@@ -240,8 +247,8 @@ class SavedTensors:
     def besides(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The residuals: the saved tensors that the forward computes, each once.
 
-        Saved inputs are not among them, since the backward program has the inputs as arguments anyway, and neither are
-        numbers in the layer's code, which are constants of both programs.
+        Saved inputs are not among them, since the inputs are arguments of the backward program anyway. Numbers in the
+        layer's code are not either, since they are constants of both programs.
         """
         identity = self._island.identity
         numbers = {identity(value): number for number, value in enumerate(inputs)}
@@ -253,13 +260,13 @@ class SavedTensors:
             elif not value.ndim and not self._island.is_traced(value):
                 self._sources.append((_NUMBER, number))
             else:
-                # Scalars get a dim: an argument without dims could not be told from a number in the code.
+                # Scalars get a dim: an argument without dims could not be distinguished from a number in the code.
                 found.setdefault(tensor, (len(found), value.detach() if value.ndim else value.detach().reshape(1)))
                 self._sources.append((_RESIDUAL, found[tensor][0]))
         return [value for _, value in found.values()]
 
     def give(self, inputs: Sequence[Tensor], residuals: Sequence[Tensor]) -> None:
-        """Sets the tensors that the backward gets: arguments of the backward's trace, and residuals."""
+        """Sets the replacements of the saved tensors, taken from the arguments of the backward's trace."""
         tables = {_INPUT: inputs, _RESIDUAL: residuals, _NUMBER: self._saved}
         given = [tables[kind][index] for kind, index in self._sources]
         self._given = [
