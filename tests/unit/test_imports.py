@@ -45,8 +45,8 @@ ROOMS = {
         "callbacks weights worker"
     ),
     "report": "errors mesh conf run_dir regular_files",
-    "demo": "errors run_dir",
-    "api": "errors by_value models conf runtime run_dir callbacks weights simulator controller",
+    "demo": "errors conf run_dir",
+    "api": "errors user_code by_value models conf runtime run_dir callbacks weights simulator controller",
     "cli": "errors conf runtime weights simulator controller report demo",
     "__main__": "cli",
     "__init__": "errors version determinism sharding models callbacks weights api",
