@@ -80,7 +80,7 @@ def _mends_nothing_unasked(request: pytest.FixtureRequest) -> Iterator[None]:
     expected = [kind for mark in node.iter_markers("mends") for kind in mark.args]
     for path in sorted(folder.rglob("events.jsonl")) if folder is not None else ():
         with suppress(DataError):  # a file that a test has damaged
-            assert not mended(read_events(path.parent), expected), path
+            assert not (problems := mended(read_events(path.parent), expected)), (problems, path)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -161,7 +161,7 @@ class RunOnHosts:
         ours = [self.run, *self.agents.values(), *self._ended]
         eventually(lambda: not any(processes_with(each.mark) for each in ours))
         assert_same_bits(self.run_dir, wanted)
-        assert not mended(self.watch.events, mends)
+        assert not (problems := mended(self.watch.events, mends)), problems
         left = [path for path in self.folder.rglob("elaswave-*") if path.is_dir()]
         assert not left, f"sockets left behind: {left}"
 

@@ -28,6 +28,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs_on_hosts.undisturbed(tmp_path_factory.mktemp("alone"))
 
 
+MADE_AGAIN = ["link"]
+"""What is told of links that the network has cut: they are made again once."""
 GIVEN_UP = ["lost", "joined", "unused"]
 """What is told first of an agent that is given up for its links. It is used a minute after it is back."""
 
@@ -49,7 +51,7 @@ def test_of_two_hosts_that_cannot_reach_each_other_from_the_begin_one_goes(undis
         with suppress(ControlError):  # the pause has just ended, and its places are taken
             ask(str(ours.run_dir), {"command": "add", "count": 2, "host": host_name(OTHER)})
         ours.wait(lambda: len(ours.ranks("join")) >= 2)
-        ours.finish(undisturbed, {ONE: 0, OTHER: 0})
+        ours.finish(undisturbed, {ONE: 0, OTHER: 0}, mends=MADE_AGAIN)
         assert_given_up_for_its_links(ours)
 
 
@@ -61,7 +63,7 @@ def test_of_two_hosts_one_of_which_does_not_hear_the_other_one_goes(undisturbed:
         ours.network.set_way(ONE, OTHER, CUT)
         ours.wait(lambda: ours.agent_states(OTHER)[:3] == GIVEN_UP)
         ours.network.set_way(ONE, OTHER, Way())
-        ours.finish(undisturbed, {ONE: 0, OTHER: 0})
+        ours.finish(undisturbed, {ONE: 0, OTHER: 0}, mends=MADE_AGAIN)
         assert_given_up_for_its_links(ours)
 
 
@@ -74,7 +76,7 @@ def test_hosts_that_reach_each_other_again_are_linked_again_and_nobody_is_lost(u
         ours.network.mend(ONE, OTHER)
         step = ours.watch.step
         ours.wait(lambda: ours.watch.step > step)
-        ours.finish(undisturbed, {ONE: 0, OTHER: 0}, mends=["link"])
+        ours.finish(undisturbed, {ONE: 0, OTHER: 0}, mends=MADE_AGAIN)
         assert not ours.events("fail") and not ours.events("agent")
 
 
