@@ -24,7 +24,8 @@ def detector(timeouts: Timeouts = T) -> Liveness:
 def tick(liveness: Liveness, dt: float, free_to_leave: Collection[int] | None = None) -> list[Suspect]:
     """So many seconds have passed."""
     clock = liveness._clock
-    clock.tick(clock._at + dt)
+    clock._at = 0.0  # a difference of large times would be rounded
+    clock.tick(dt)
     return liveness.tick(free_to_leave)
 
 
