@@ -420,7 +420,8 @@ class RuntimeSettings(Section, group="runtime"):
 
     Several machines: the controller listens at `rendezvous`, where agents find it, `agents` of them before the run
     begins (with 0 it begins alone) and others at any time later. `local_workers` run beside the controller, the others
-    are assigned to the agents. `token_file` holds the secret that all of them share.
+    are assigned to the agents. Workers that are started later run on agents, or beside the controller where no agent
+    has a place for them; with `local_workers=0` they wait for one. `token_file` holds the secret that all share.
 
     `launcher`: docs/engines.md says which variables of torchrun are followed, and when, and what a Ray cluster does.
     It belongs to one command: a run that is resumed does not inherit it.
@@ -447,7 +448,9 @@ class RuntimeSettings(Section, group="runtime"):
     )
     agents_timeout: float = setting(300.0, "seconds to wait for them", above=0)
     local_workers: int | None = setting(
-        None, "workers on the controller's machine; null: those that the agents have no place for", at_least=0
+        None,
+        "first workers on the controller's machine; null: those that agents have no place for; 0: none, also later",
+        at_least=0,
     )
     token_file: str | None = setting(None, "file with the secret that controller and agents share, mode 0600")
     launcher: str = setting(
