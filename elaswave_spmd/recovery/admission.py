@@ -545,7 +545,8 @@ def _is_field(name: str) -> bool:
 
 
 def _has_shape(shape: tuple[int, ...], num_elements: int | None) -> bool:
-    return 0 < len(shape) <= _MOST_DIMENSIONS and min(shape) > 0 and math.prod(shape) == num_elements
+    """True for the shape of a payload. It may have no elements, as where all tokens of a micro-batch are padding."""
+    return 0 < len(shape) <= _MOST_DIMENSIONS and min(shape) >= 0 and math.prod(shape) == num_elements
 
 
 def _are_nodes(nodes: Collection[tuple[int, int]], num_microbatches: int) -> bool:
