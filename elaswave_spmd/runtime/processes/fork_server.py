@@ -36,9 +36,10 @@ from typing import Any, NoReturn
 from elaswave_spmd import by_value
 from elaswave_spmd.ready import is_any_ready, ready_among
 from elaswave_spmd.runtime.processes import child
-from elaswave_spmd.runtime.processes.adoption import accept_next, listen_for_next
+from elaswave_spmd.runtime.processes.adoption import accept_next, listen_for_next, remove_address
 from elaswave_spmd.runtime.processes.scratch import hold_lock, hold_scratch
 from elaswave_spmd.runtime.processes.strays import adopt_strays, kill_strays, reap_strays
+from elaswave_spmd.runtime.transport.links import socket_names
 
 _REAP_PERIOD_S = 0.01  # how often to look for ended children while all workers are being ended
 _STRAYS_S = 1.0  # how long to wait for killed strays: one may be in a call that the kernel does not interrupt
@@ -326,11 +327,20 @@ class ForkServer:
             }
             with contextlib.suppress(OSError):  # the controller has ended
                 os.write(self._notices, json.dumps(notice).encode() + b"\n")
+            self._remove_files(rank, pid)
         # A killed stray wakes this process when it has ended. Then the strays that it has itself left are killed.
         known = self._others.union(self._pids.values())
         has_ended = reap_strays(known)
         if self._may_have_strays:
             self._may_have_strays = kill_strays(known) or has_ended
+
+    def _remove_files(self, rank: int, pid: int) -> None:
+        """Remove what a worker that has ended has left in the directory of sockets, which would grow with each."""
+        for folder in self._setup["scratch"]:
+            remove_address(folder, rank)
+            for name in socket_names(rank, pid):
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(folder, name))
 
     def _wait_until_none(self, seconds: float, *, strays: bool = False) -> None:
         """Wait until all workers have ended and are reaped; with `strays`, their strays as well."""

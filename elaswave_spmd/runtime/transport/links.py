@@ -126,6 +126,12 @@ def _why_not_private(directory: str | Path) -> str:
     return "" if private else f"mode {mode:04o} and owner {status.st_uid}"
 
 
+def socket_names(me: int, pid: int) -> tuple[str, str]:
+    """The names of a process's Unix socket and of its bell, in the directory of sockets."""
+    name = f"{'c' if me == CONTROLLER else me}-{pid}"
+    return name, name + BELL
+
+
 class _Link:
     """The sending side of one link.
 
@@ -575,7 +581,7 @@ class Links:
         if transport == "tcp":
             port = self._pull.bind_to_random_port(f"tcp://{host}")
             return f"tcp://{host}:{port}"
-        path = Path(directory).absolute() / f"{'c' if self.me == CONTROLLER else self.me}-{os.getpid()}"
+        path = Path(directory).absolute() / socket_names(self.me, os.getpid())[0]
         self._pull.bind(f"ipc://{path}")
         return f"ipc://{path}"
 
