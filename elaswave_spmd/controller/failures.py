@@ -184,6 +184,7 @@ class FailureHandler:
         self._num_skipped = 0  # steps in a row without an update
         self._crashes: dict[int, tuple[int, str]] = {}  # step -> (rank, report) of the first worker that crashed in it
         self._links = BrokenLinks()
+        self._broken: dict[frozenset[int], str] = {}  # links that are opened again with the next tick -> why
         self._signal = ""  # the name of the signal by which the run was asked to end
         self._cause: RunError | None = None  # the error for which the run stops, once its state is saved
         # Rank -> step under way, of members whose process has ended and of which it is not known yet how.
@@ -525,8 +526,8 @@ class FailureHandler:
     def heartbeat(self, rank: int, now: float, *, is_relayed: bool) -> list[Action]:
         """A worker sends a heartbeat. If a link of it was lost and the other end lives as well, it is opened again.
 
-        A link between two workers is opened again once; if it fails again, one of the two has to go (LinkFailed). A
-        worker whose link to the controller was lost while it lives is lost.
+        A link between two workers is opened again once, with the next tick (`open_links`); if it fails again, one of
+        the two has to go (LinkFailed). A worker whose link to the controller was lost while it lives is lost.
 
         Args:
             is_relayed: True if the worker's agent has sent the heartbeat on.
@@ -534,7 +535,7 @@ class FailureHandler:
         actions: list[Action] = []
         for verdict in self._links.heartbeat(rank, now, is_relayed=is_relayed):
             if verdict.lost is None:
-                actions += self._protocol.relink(verdict.ends, verdict.reason)
+                self._broken[verdict.ends] = verdict.reason
             elif not self._policy.survives:
                 return [*actions, End(RunStopped(RunError(f"worker {verdict.lost}: {verdict.reason}")))]
             elif len(verdict.ends) == 1:
@@ -542,6 +543,14 @@ class FailureHandler:
             else:
                 actions.append(LinkFailed(verdict.ends, verdict.lost, verdict.reason))
         return actions
+
+    def open_links(self) -> list[Action]:
+        """Have lost links opened again. With every tick: one change of the mesh for all that broke since the last one.
+
+        Many break together if a network fails, and heartbeats tell of one worker's links at a time.
+        """
+        broken, self._broken = self._broken, {}
+        return [*self._protocol.relink(broken)] if broken else []
 
     def cannot_reach(self, rank: int, reason: str, now: float) -> list[Action]:
         """The worker is lost, as it and another worker, which stays, cannot reach each other."""

@@ -496,7 +496,7 @@ class Controller:
             # Before the losses are carried out: these start replacements, and none may go to a machine that is given
             # up here, or may be soon.
             actions += self._machines.fallen_silent(silent, self._io.machines(), self._ready)
-        actions += [*lost, *self._failures.replace_lost(now)]
+        actions += [*lost, *self._failures.replace_lost(now), *self._failures.open_links()]
         if self._machines.has_arrivals:
             actions.append(UsePlaces())
         if self._notices.is_waiting:

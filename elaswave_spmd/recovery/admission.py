@@ -413,7 +413,8 @@ def _refused_report(
         case m.Measured():
             return _refused_times(bounds, message)
         case m.StepReport():
-            return _refused_step_report(bounds, message, at)
+            # One for an older epoch is void, whatever is in it, and the largest of all messages.
+            return _refused_step_report(bounds, message, at) if message.epoch == at.last_epoch else ""
         case m.Ready(rank, address):
             return VALUE if rank in at.ready or not _ADDRESS.fullmatch(address) else ""
         case m.Checked():
