@@ -226,9 +226,9 @@ class Hollow(nn.Module):
 class Refill(nn.Module):
     """Gives [B, T, D] for [B, 0, D], or a tuple that begins with it."""
 
-    def __init__(self, num_tokens: int, d_model: int) -> None:
+    def __init__(self, seq_len: int, d_model: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_tokens, d_model))
+        self.weight = nn.Parameter(torch.empty(seq_len, d_model))
 
     def forward(self, given: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         x = given if isinstance(given, Tensor) else given[0]
@@ -239,10 +239,10 @@ class Emptied(LayeredModel):
     """Between two of its layers a micro-batch has no elements, as where all of its tokens were left out."""
 
     def __init__(
-        self, vocab_size: int, layers: int, d_model: int, num_tokens: int = 16, is_tuple: bool = False, **others: object
+        self, vocab_size: int, layers: int, d_model: int, seq_len: int, is_tuple: bool = False, **others: object
     ) -> None:
         embed, head = nn.Embedding(vocab_size, d_model), nn.Linear(d_model, vocab_size)
-        middle = {"hollow": Hollow(is_tuple=is_tuple), "refill": Refill(num_tokens, d_model)}
+        middle = {"hollow": Hollow(is_tuple=is_tuple), "refill": Refill(seq_len, d_model)}
         super().__init__({"embed": embed, **middle, "head": head})
 
     def init(self, name: str, shape: tuple[int, ...]) -> Init:

@@ -99,6 +99,9 @@ _LOOKS = 10  # how often links are checked within the time after which a silent 
 # and with it all links of this process.
 _IPC_ADDRESS = re.compile(r"ipc:///[^\0]+")
 _ADDRESSES = {"shm": _IPC_ADDRESS, "ipc": _IPC_ADDRESS, "tcp": re.compile(r"tcp://\d{1,3}(\.\d{1,3}){3}:\d{1,5}")}
+# logind makes the directories in this one, and removes each with all that is in it when its user logs out, though
+# processes of a run go on: that could start no worker any more.
+_OF_LOGINS = "/run/user"
 _LONGEST_IPC_DIRECTORY = 80  # bytes; sockaddr_un holds 108, and the socket's own name must fit
 _CLOSED_EVENTS = (
     zmq.EVENT_DISCONNECTED
@@ -115,6 +118,7 @@ def socket_directory() -> str:
     # $TMPDIR is not used: batch systems often set it to a path that is too long.
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     usable = base and len(base) < 40 and os.access(base, os.W_OK) and not _why_not_private(base)
+    usable = usable and not Path(base).resolve().is_relative_to(_OF_LOGINS)
     return tempfile.mkdtemp(prefix=SOCKETS, dir=base if usable else "/tmp")
 
 

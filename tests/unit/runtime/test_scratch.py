@@ -17,6 +17,7 @@ import pytest
 
 from benchmarks.processes import command_lines
 from elaswave_spmd.runtime.processes.scratch import Scratch, remove_with
+from elaswave_spmd.runtime.transport import links
 from elaswave_spmd.runtime.transport.links import socket_directory
 from tests.locks import is_locked
 from tests.waiting import eventually
@@ -203,3 +204,18 @@ def test_directories_of_other_kinds_are_left_alone(base: Path) -> None:
     assert len(opened_in(mine.path)) == 2
     mine.remove()
     assert {*base.iterdir()} == {other} and not opened_in(mine.path)
+
+
+def test_sockets_are_not_where_they_are_removed_when_the_user_logs_out(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Path(socket_directory()).parent == base
+    logins = base / "run"
+    (logins / "1").mkdir(mode=0o700, parents=True)
+    (base / "link").symlink_to(logins)
+    monkeypatch.setattr(links, "_OF_LOGINS", str(logins))
+    for folder in (logins, base / "link"):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder / "1"))
+        found = Path(socket_directory())
+        found.rmdir()
+        assert found.parent == Path("/tmp")
