@@ -144,6 +144,21 @@ def left_behind(report: Path) -> dict[str, Any]:
     return json.loads(report.read_text())
 
 
+def test_an_orphan_in_a_worker_is_reaped_when_it_ends_and_left_alone_before(
+    start: StartForkServer, tmp_path: Path
+) -> None:
+    fork_server, reports = start("runtime_targets:orphans"), [tmp_path / "0", tmp_path / "1"]
+    for rank, report in enumerate(reports):
+        fork_server.spawn(rank, {"report": str(report), "plain": rank == 1})
+    first, second = (left_behind(report)["orphan"] for report in reports)
+    os.kill(first, signal.SIGKILL)
+    assert eventually(lambda: state(first) == "X"), "no zombie, while its worker lives"
+    assert fork_server.signal(0, signal.SIGKILL) and exits(fork_server, 1)[0].rank == 0
+    assert fork_server.signal(1, 0) and not gone(second), "nothing shows whose it is: it may be that of a living one"
+    assert fork_server.signal(1, signal.SIGKILL) and exits(fork_server, 1)[0].rank == 1
+    assert eventually(lambda: state(second) == "X")
+
+
 @methods
 @pytest.mark.parametrize("ends", [False, True])
 def test_what_code_of_the_user_has_started_in_a_worker_ends_after_it(
