@@ -688,14 +688,16 @@ def test_a_link_that_is_lost_between_two_living_workers_is_made_again_once() -> 
     assert world.reported == [1]
 
 
-def test_links_that_break_together_change_the_mesh_once() -> None:
+def test_links_that_break_together_change_the_mesh_once_with_each_tick() -> None:
     world = World()
     for ends in ((0, 1), (0, 2), (1, 2)):
         world.losses.link_closed(*ends)
-    world.live(0, 1, 2)
-    assert [ends for ends, _ in world.relinked] == [{0, 1}, {0, 2}, {1, 2}] and world.num_relinks == 1
-    world.do(world.losses.open_links())
-    assert world.num_relinks == 1
+        for rank in (*ends, *ends):
+            world.do(world.losses.heartbeat(rank, world.now, is_relayed=False))
+    assert world.num_relinks == 1 and [ends for ends, _ in world.relinked] == [{0, 1}], "the first one at once"
+    for _ in range(2):
+        world.do(world.losses.open_links())
+        assert world.num_relinks == 2 and [ends for ends, _ in world.relinked[1:]] == [{0, 2}, {1, 2}]
 
 
 def test_a_link_that_was_made_again_long_ago_and_carried_a_step_since_is_made_again_once_more() -> None:
