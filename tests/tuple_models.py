@@ -211,6 +211,44 @@ class Packed(LayeredModel):
         return super().init(name, shape)
 
 
+class Hollow(nn.Module):
+    """Hands on no elements: a tensor, or a tuple of two."""
+
+    def __init__(self, *, is_tuple: bool) -> None:
+        super().__init__()
+        self.is_tuple = is_tuple
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        nothing = x[:, :0].contiguous()
+        return (nothing, nothing.sum(-1)) if self.is_tuple else nothing
+
+
+class Refill(nn.Module):
+    """Gives [B, T, D] for [B, 0, D], or a tuple that begins with it."""
+
+    def __init__(self, seq_len: int, d_model: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(seq_len, d_model))
+
+    def forward(self, given: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        x = given if isinstance(given, Tensor) else given[0]
+        return x.sum(1, keepdim=True) + torch.tanh(self.weight)
+
+
+class Emptied(LayeredModel):
+    """Between two of its layers a micro-batch has no elements, as where all of its tokens were left out."""
+
+    def __init__(
+        self, vocab_size: int, layers: int, d_model: int, seq_len: int, is_tuple: bool = False, **others: object
+    ) -> None:
+        embed, head = nn.Embedding(vocab_size, d_model), nn.Linear(d_model, vocab_size)
+        middle = {"hollow": Hollow(is_tuple=is_tuple), "refill": Refill(seq_len, d_model)}
+        super().__init__({"embed": embed, **middle, "head": head})
+
+    def init(self, name: str, shape: tuple[int, ...]) -> Init:
+        return super().init(name, shape)
+
+
 class AnySizes(MLP):
     """An MLP for words that name other sizes as well."""
 

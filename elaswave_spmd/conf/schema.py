@@ -429,7 +429,9 @@ class RuntimeSettings(Section, group="runtime"):
 
     Several machines: agents find the controller at `rendezvous`, where it listens. It waits for `agents` of them before
     the run begins (0: it begins alone); others may come at any time later. `local_workers` run on the controller's
-    machine, all others are assigned to the agents. `token_file` holds the secret that controller and agents share.
+    machine, all others are assigned to the agents. Workers that are started later run on agents, or on the controller's
+    machine where no agent has a place for them; with `local_workers=0` they wait for a place. `token_file` holds the
+    secret that controller and agents share.
 
     `launcher`: docs/engines.md says which variables of torchrun are followed, and when, and how a run uses a Ray
     cluster. It belongs to one command: a run that is resumed does not inherit it.
@@ -456,7 +458,9 @@ class RuntimeSettings(Section, group="runtime"):
     )
     agents_timeout: float = setting(300.0, "seconds to wait for them", above=0)
     local_workers: int | None = setting(
-        None, "workers on the controller's machine; null: those that the agents have no place for", at_least=0
+        None,
+        "first workers on the controller's machine; null: those that agents have no place for; 0: none, also later",
+        at_least=0,
     )
     token_file: str | None = setting(None, "file with the secret that controller and agents share, mode 0600")
     launcher: str = setting(

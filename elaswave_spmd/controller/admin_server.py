@@ -42,6 +42,7 @@ _PAUSE_S = 0.1  # after a failed accept
 _TICK_S = 0.1  # between two looks at the time that clients have
 _MOST_CLIENTS = 256  # at once; further ones wait in the socket's queue
 _LONGEST = 1 << 16  # bytes of a request
+_NEVER_HERE = "with runtime.local_workers=0 no worker is ever started on the controller's machine"
 _UNREADY = f".{SOCKET}"  # the socket's name until it can be connected to, by its user alone
 
 
@@ -198,6 +199,8 @@ class Administration:
             )
         if host is not None:
             _check_room(host, number, machines)
+        elif not _start_here(machines):
+            _check_agents(number, machines)
         newcomers = self._roster.allocate(number)
         actions: list[Action] = [Spawn(newcomers, host=None if host is None else str(host))]
         return actions, {"added": list(newcomers)}
@@ -270,16 +273,40 @@ class Administration:
             )
 
 
+def _start_here(machines: Sequence[Machine]) -> bool:
+    """True if workers that no agent has a place for are started on the controller's machine."""
+    return all(machine.places is None for machine in machines if machine.agent is None)
+
+
+def _rooms(machines: Sequence[Machine]) -> str:
+    """The machines and their free places, in words."""
+    return ", ".join(
+        f"{m.host}{'' if m.places is None else f' ({m.free} of {m.places} places free)'}" for m in machines
+    )
+
+
+def _check_agents(number: int, machines: Sequence[Machine]) -> None:
+    """Check that the agents have places for so many workers.
+
+    Raises:
+        ControlError: they have not.
+    """
+    if (free := sum(machine.free for machine in machines)) < number:
+        raise ControlError(
+            f"the agents have {free} free places for {number} more workers",
+            rule=_NEVER_HERE,
+            exists=_rooms(machines),
+            fix="another agent: python -m elaswave_spmd agent HOST:PORT",
+        )
+
+
 def _check_room(host: object, number: int, machines: Sequence[Machine]) -> None:
     """Check that a machine has places for so many workers.
 
     Raises:
         ControlError: it has not, or the run has no machine of this name.
     """
-    named = [machine for machine in machines if machine.host == host]
-    known = ", ".join(
-        f"{m.host}{'' if m.places is None else f' ({m.free} of {m.places} places free)'}" for m in machines
-    )
+    named, known = [machine for machine in machines if machine.host == host], _rooms(machines)
     if not named:
         raise ControlError(
             f"{host!r} is no machine of the run",
@@ -289,6 +316,13 @@ def _check_room(host: object, number: int, machines: Sequence[Machine]) -> None:
         )
     if any(machine.places is None for machine in named):
         return
+    if all(machine.agent is None for machine in named):
+        raise ControlError(
+            f"the controller runs on {host}, with runtime.local_workers=0",
+            rule=_NEVER_HERE,
+            exists=known,
+            fix=f"ctl RUN add {number}, which takes places of agents",
+        )
     if (free := sum(machine.free for machine in named)) < number:
         state = "" if any(machine.is_ready for machine in named) else ", as its agent is still preparing"
         state = ", as it is about to leave" if all(machine.is_leaving for machine in named) else state

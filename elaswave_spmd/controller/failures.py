@@ -184,6 +184,8 @@ class FailureHandler:
         self._num_skipped = 0  # steps in a row without an update
         self._crashes: dict[int, tuple[int, str]] = {}  # step -> (rank, report) of the first worker that crashed in it
         self._links = BrokenLinks()
+        self._broken: dict[frozenset[int], str] = {}  # links that are to be opened again -> why
+        self._opened = False  # some were opened again since the last tick: others wait for the next one
         self._signal = ""  # the name of the signal by which the run was asked to end
         self._cause: RunError | None = None  # the error for which the run stops, once its state is saved
         # Rank -> step under way, of members whose process has ended and of which it is not known yet how.
@@ -528,20 +530,29 @@ class FailureHandler:
         A link between two workers is opened again once; if it fails again, one of the two has to go (LinkFailed). A
         worker whose link to the controller was lost while it lives is lost.
 
+        Many links break together if a network fails, and heartbeats tell of one worker's at a time. So the mesh changes
+        at once for the first of them, and for all others once with each tick (`open_links`).
+
         Args:
             is_relayed: True if the worker's agent has sent the heartbeat on.
         """
         actions: list[Action] = []
         for verdict in self._links.heartbeat(rank, now, is_relayed=is_relayed):
             if verdict.lost is None:
-                actions += self._protocol.relink(verdict.ends, verdict.reason)
+                self._broken[verdict.ends] = verdict.reason
             elif not self._policy.survives:
                 return [*actions, End(RunStopped(RunError(f"worker {verdict.lost}: {verdict.reason}")))]
             elif len(verdict.ends) == 1:
                 actions += self._declare_lost(verdict.lost, verdict.reason, now)
             else:
                 actions.append(LinkFailed(verdict.ends, verdict.lost, verdict.reason))
-        return actions
+        return actions if self._opened or not self._broken else [*actions, *self.open_links()]
+
+    def open_links(self) -> list[Action]:
+        """Have the lost links that wait opened again, in one change of the mesh. With every tick."""
+        broken, self._broken = self._broken, {}
+        self._opened = bool(broken)
+        return [*self._protocol.relink(broken)] if broken else []
 
     def cannot_reach(self, rank: int, reason: str, now: float) -> list[Action]:
         """The worker is lost, as it and another worker, which stays, cannot reach each other."""

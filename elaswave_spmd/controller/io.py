@@ -592,6 +592,8 @@ class ProcessIO:
         ended: list[WorkerEnded] = []
         for exited in exits:
             is_lost = isinstance(exited, RemoteExited) and exited.reason != ""
+            if not is_lost:  # else it may live, and be back with its agent
+                self._links.drop(exited.rank)  # a link that has ended would stay in the table as long as the run lasts
             (lost if is_lost else ended).append(WorkerEnded(exited.rank, str(exited), now, exited))
         return [*lost, *back, *found, *ended, *(event for event in news if not isinstance(event, AgentBack))]
 

@@ -80,7 +80,12 @@ def start_launcher(
             print(f"links go over Unix sockets (runtime.transport=ipc): memory is not shared, since {why}", flush=True)
         local = fork_server_of(settings, scratch, here=here, given=given, captured=captured)
         undo.pop_all()
-    return Launcher(local, agents)
+    return launcher_of(settings, local, agents)
+
+
+def launcher_of(settings: Settings, fork_server: ForkServerClient, agents: Agents | None) -> Launcher:
+    """The launcher of a run's workers, as its settings have it."""
+    return Launcher(fork_server, agents, starts_here=settings.runtime.local_workers != 0)
 
 
 def fork_server_of(

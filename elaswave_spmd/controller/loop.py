@@ -12,7 +12,7 @@ Broadcast(Prepare) for `_execute`. docs/protocol.md goes on from there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -279,11 +279,24 @@ class Controller:
         now, events = self._io.now(), [event]
         if isinstance(event, WorkerEnded) and self._adopter is None:
             events += self._io.next_ends()
+        self._note_room(is_known=isinstance(event, WorkerEnded | AgentReady))
         actions: list[Action] = []
         for some in events:
             self._log.event(some, now)  # before the decision, which may end the run
             actions += self.decide(some, now)
         self.execute(actions)
+
+    def _note_room(self, *, is_known: bool, silent: Collection[int] = ()) -> None:
+        """Tell what replaces workers how many free places there are, if no worker is started on this machine.
+
+        Args:
+            is_known: False if it is not worth counting them, or a machine may be about to leave: then nothing is
+                started until the next tick.
+            silent: workers that have fallen silent. Their machines take no others for now.
+        """
+        if self._plan.settings.runtime.local_workers == 0:
+            machines = self._io.machines() if is_known else ()
+            self._replacements.note_room(sum(m.free for m in machines if m.ranks.isdisjoint(silent)))
 
     def stop_requested(self, number: int) -> None:
         """A signal asks the run to end. This is the only method that a signal handler may call; it may at any time."""
@@ -476,17 +489,19 @@ class Controller:
         # Only when it is needed: `free_to_leave` goes through all replica sets.
         free = self.protocol.free_to_leave if self._supervision.has_overdue_leavers else ()
         suspects, standstill = self._supervision.tick(now, read_until, self.protocol.unanswered, free)
+        silent = [suspect.rank for suspect in suspects if suspect.is_silent]
+        self._note_room(is_known=True, silent=silent)
         lost = self._failures.suspected(suspects, now)
         if standstill is not None and self._done_by is None:
             lost += self._failures.stands_still(standstill)
         actions, unwritten = self._released.overdue()
         if actions:
             self._checkpoints.worker_lost(until=unwritten)  # what they were writing will not come
-        if silent := [suspect.rank for suspect in suspects if suspect.is_silent]:
+        if silent:
             # Before the losses are carried out: these start replacements, and none may go to a machine that is given
             # up here, or may be soon.
             actions += self._machines.fallen_silent(silent, self._io.machines(), self._ready)
-        actions += [*lost, *self._failures.replace_lost(now)]
+        actions += [*lost, *self._failures.replace_lost(now), *self._failures.open_links()]
         if self._machines.has_arrivals:
             actions.append(UsePlaces())
         if self._notices.is_waiting:

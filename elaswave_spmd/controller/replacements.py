@@ -5,6 +5,9 @@ member is lost, or a worker that was about to join. It is filled by a spare if o
 that becomes ready. So workers that are started for a place and workers that are started as spares are of the same kind:
 which of the two a worker becomes is decided when it is ready.
 
+Where no worker may be started on the controller's machine (runtime.local_workers=0), starts wait for a free place of an
+agent (`note_room`).
+
 The number of starts in a minute is limited, so that workers that die at every start do not take processor time from
 those that train. Starts on machines that join count as well (machines.py), so that a machine that is given up and comes
 back again and again does not change the mesh all the time. `elastic.replace` and `elastic.spares` differ only in the
@@ -22,8 +25,10 @@ from elaswave_spmd.conf.schema import ElasticSettings
 from elaswave_spmd.controller.actions import Action, Record, Spawn
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.recovery.messages import Ready
+from elaswave_spmd.runtime.processes.launcher import NO_PLACE
 
 _MINUTE_S = 60.0
+_PLACE_S = 5.0  # seconds for which starts lack a place before it is said: the process of a lost worker may still end
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,9 @@ class Replacements:
         self._first_spares = policy.spares
         self._starts: deque[float] = deque()  # times of the starts within the last minute
         self._reported: set[str] = set()  # the kinds of starts for which it was reported that the limit delays some
+        self._room: int | None = None  # the number of free places; None: no limit
+        self._no_place_told = 0  # the number of starts for which it was reported that they lack a place
+        self._no_place_since: float | None = None  # the time since when there are more
 
     @property
     def spares(self) -> Mapping[int, bool]:
@@ -99,8 +107,12 @@ class Replacements:
         self._places += self._policy.replaces
         return None
 
+    def note_room(self, places: int | None) -> None:
+        """Note how many workers can be started, before a decision that may start some; None if there is no limit."""
+        self._room = places
+
     def due(self, now: float, *, spares: bool) -> tuple[tuple[int, ...], list[Action]]:
-        """Start the replacements and spares that are missing, as far as the limit allows.
+        """Start the replacements and spares that are missing, as far as there is room and the limit allows.
 
         Args:
             now: the time in seconds, by the controller's clock.
@@ -109,14 +121,20 @@ class Replacements:
         Returns:
             The ranks that are started, and the actions that start them and report what the limit holds back.
         """
-        first, self._first_spares = (self._first_spares, 0) if spares else (0, self._first_spares)
         wanted = self._places + (self._policy.spares if spares else 0)
+        first = self._first_spares if spares else 0
         missing = wanted - len(self._waiting) - len(self._starting) - first
-        number = self._allow(missing, now)
-        held_back = self._held_back(missing - number, "lost", "replaced", now)
-        if not first + number:
+        # A start that has no place is no start: it does not count towards the limit.
+        possible = self._within_room(missing)
+        number = self._allow(possible, now)
+        first_now = self._within_room(first)
+        self._first_spares -= first_now
+        self._use_room(first_now)
+        held_back = self._held_back(possible - number, "lost", "replaced", now)
+        held_back += self._without_place(missing - possible + first - first_now, now)
+        if not first_now + number:
             return (), held_back
-        ranks = self._roster.allocate(first + number)
+        ranks = self._roster.allocate(first_now + number)
         self._starting.update(ranks)
         return ranks, [Spawn(ranks), *held_back]
 
@@ -135,7 +153,29 @@ class Replacements:
             self._starts.popleft()
         allowed = max(0, min(number, self._policy.per_minute - len(self._starts)))
         self._starts.extend([now] * allowed)
+        self._use_room(allowed)
         return allowed
+
+    def _within_room(self, number: int) -> int:
+        return number if self._room is None else min(number, self._room)
+
+    def _use_room(self, number: int) -> None:
+        if self._room is not None:
+            self._room = max(0, self._room - number)
+
+    def _without_place(self, number: int, now: float) -> list[Action]:
+        """The event that starts lack a place, once for each that is one more, when they have lacked it for a while."""
+        self._no_place_told = min(self._no_place_told, number)
+        if number <= self._no_place_told:
+            self._no_place_since = None
+            return []
+        if self._no_place_since is None:
+            self._no_place_since = now
+        if now - self._no_place_since < _PLACE_S:
+            return []
+        self._no_place_told, self._no_place_since = number, None
+        who = "1 replacement or spare waits" if number == 1 else f"{number} replacements or spares wait"
+        return [Record("no_place", {"missing": number, "message": f"{who} for a place: {NO_PLACE}"})]
 
     def _held_back(self, number: int, which: str, done: str, now: float) -> list[Action]:
         """The event that the limit delays starts of one kind. It is written once, until none is delayed any more."""

@@ -30,6 +30,7 @@ from elaswave_spmd.controller.launching import (
     data_spec,
     fork_server_of,
     gather,
+    launcher_of,
     most_workers,
     open_agents,
     raise_fd_limit_for,
@@ -306,7 +307,7 @@ class _Lives:
                 unmade.callback(agents.give_back)
                 print(f"waiting for the agents of the run at {settings.runtime.rendezvous}", flush=True)
             client, scratch = orphaned.fork_server or self._new_fork_server(settings)
-            launcher = Launcher(client, agents)
+            launcher = launcher_of(settings, client, agents)
             undo = unmade.pop_all()
         with self._ending(launcher, scratch), undo:
             return self._run_with(launcher, settings, scratch.path, None, orphaned, undo)

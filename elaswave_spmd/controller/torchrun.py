@@ -274,7 +274,8 @@ def _check_words(words: Sequence[str], named: set[str], place: Place) -> None:
 def _shared_out(settings: Settings, named: set[str], place: Place) -> Settings:
     """The settings with the workers shared out among the nodes as evenly as can be, where no argument says otherwise.
 
-    The node of the controller gets no more of them than the others.
+    The node of the controller gets no more of them than the others. Where its share is none, local_workers stays null:
+    0 would keep replacements off it as well, for which it is as good a node as any other.
     """
     workers, runtime, agents = settings.mesh.shape.num_workers, settings.runtime, place.num_nodes - 1
     local = runtime.local_workers if "runtime.local_workers" in named else None
@@ -285,6 +286,8 @@ def _shared_out(settings: Settings, named: set[str], place: Place) -> Settings:
     else:
         local = workers // place.num_nodes if local is None else local
         places = max(1, -(-(workers - local) // agents))
+    if "runtime.local_workers" not in named:
+        local = local or None
     return _launched(replace(settings, runtime=replace(runtime, local_workers=local, agent_workers=places)))
 
 

@@ -414,7 +414,8 @@ def _refused_report(
         case m.Measured():
             return _refused_times(bounds, message)
         case m.StepReport():
-            return _refused_step_report(bounds, message, at)
+            # One for an older epoch is void, whatever is in it, and the largest of all messages.
+            return _refused_step_report(bounds, message, at) if message.epoch == at.last_epoch else ""
         case m.Ready(rank, address):
             return VALUE if rank in at.ready or not _ADDRESS.fullmatch(address) else ""
         case m.Checked():
@@ -551,7 +552,8 @@ def _is_field(name: str) -> bool:
 
 
 def _has_shape(shape: tuple[int, ...], num_elements: int | None) -> bool:
-    return 0 < len(shape) <= _MOST_DIMENSIONS and min(shape) > 0 and math.prod(shape) == num_elements
+    """True for the shape of a payload. It may have no elements, as where all tokens of a micro-batch are padding."""
+    return 0 < len(shape) <= _MOST_DIMENSIONS and min(shape) >= 0 and math.prod(shape) == num_elements
 
 
 def _are_nodes(nodes: Collection[tuple[int, int]], num_microbatches: int) -> bool:

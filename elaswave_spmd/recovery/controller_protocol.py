@@ -654,15 +654,20 @@ class ControllerProtocol:
         """True if this member is the only replica of some page: its loss would be a loss of state."""
         return rank not in dispensable(self._replicas(), self._pending.lost, [rank])
 
-    def relink(self, ends: frozenset[int], reason: str) -> list[ProtocolAction]:
-        """A link between two living members broke, and messages that were on their way may be lost.
+    def relink(self, links: Mapping[frozenset[int], str]) -> list[ProtocolAction]:
+        """Links between living members broke, and messages that were on their way may be lost.
 
         Both ends open the link again when they enter the next epoch, and send each other what may be missing. So this
         is handled as a loss in which no worker is lost (C11).
+
+        Args:
+            links: the two ends of each -> why it is opened again. One of which an end is no member is ignored.
         """
-        if not self._started or not ends <= set(self.members):
+        members = set(self.members)
+        broken = {ends: reason for ends, reason in links.items() if ends <= members}
+        if not self._started or not broken:
             return []
-        self._pending.relinked[ends] = reason
+        self._pending.relinked |= broken
         return self._begin(after=AT_ONCE)
 
     def send_again(self) -> list[ProtocolAction]:

@@ -51,7 +51,10 @@ class Channel(Protocol):
     """
 
     def send(self, peer: int, message: m.Message, payload: Tensor | None = None) -> None:
-        """Send to a worker, or to the controller. What is sent to one peer arrives in order, or not at all."""
+        """Send to a worker, or to the controller. What is sent to one peer arrives in order, or not at all.
+
+        A payload may have no elements: it arrives as such, and not as none.
+        """
         ...
 
     def lend(self, peer: int, num_elements: int) -> Tensor | None:
@@ -140,6 +143,8 @@ def payload_dtype(message: m.Message, compute: torch.dtype) -> torch.dtype:
 
 def tensor_of(buffer: memoryview, dtype: torch.dtype) -> Tensor:
     """A received payload as a flat tensor that may be overwritten; copied only where the memory is read-only."""
+    if not buffer.nbytes:  # `frombuffer` refuses it
+        return torch.empty(0, dtype=dtype)
     return torch.frombuffer(bytearray(buffer) if buffer.readonly else buffer, dtype=dtype)
 
 
@@ -316,7 +321,7 @@ class SocketChannel:
         if message is None or not envelope.payloads:
             return None if message is None else Incoming(envelope.sender, message)
         dtype, first = payload_dtype(message, self._compute), envelope.payloads[0]
-        if len(envelope.payloads) > 1 or not first.nbytes or first.nbytes % dtype.itemsize:
+        if len(envelope.payloads) > 1 or first.nbytes % dtype.itemsize:
             self.reject(admission.SIZE)
             return None
         payload = tensor_of(first, dtype)

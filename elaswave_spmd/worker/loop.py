@@ -387,8 +387,12 @@ class Executor:
 
     def handle_messages(self) -> None:
         """Handle everything that has arrived. Deciding and applying a step may happen in here (StepCommit)."""
-        for incoming in self._context.channel.receive_all():
-            self._handle(incoming)
+        found = self._context.channel.receive_all()
+        prepares = [incoming.message.epoch for incoming in found if isinstance(incoming.message, m.Prepare)]
+        for incoming in found:
+            # Of several Prepares the last one alone is answered: for the others the controller does not wait any more.
+            if not isinstance(incoming.message, m.Prepare) or incoming.message.epoch == max(prepares):
+                self._handle(incoming)
         self.replica.collect()
 
     def _refusal(self, sender: int, message: m.AnyMessage, num_elements: int | None) -> str:

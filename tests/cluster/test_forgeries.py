@@ -294,6 +294,15 @@ def test_reports_of_weight_gradients_that_nobody_can_have_put_off_are_refused(pu
     assert by_controller(report, SENDER, None) == admission.PLACE
 
 
+def test_what_a_report_of_an_older_epoch_says_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The protocol ignores it, and it may be large: all members send one when a change has overtaken another one."""
+    asked: list[m.PartialStep] = []
+    monkeypatch.setattr(admission, "_exists", lambda bounds, part: asked.append(part) or True)
+    report = m.StepReport(1, SENDER, 3, (PART,))
+    assert by_controller(report, SENDER, None) == "" and not asked
+    assert by_controller(msgspec.structs.replace(report, epoch=2), SENDER, None) == "" and asked == [PART]
+
+
 @pytest.mark.parametrize("layers", [(0,), (1, 1), (2, 1), (-1, 2), (0, 99), (0, 1, 2)])
 def test_reports_of_layers_that_no_stage_can_have_are_refused(layers: tuple[int, ...]) -> None:
     report = m.StepReport(2, SENDER, 3, (PART,), layers=layers)

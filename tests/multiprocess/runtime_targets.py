@@ -160,6 +160,15 @@ def leave_behind(spec: dict[str, Any]) -> None:
         time.sleep(600)
 
 
+def orphans(spec: dict[str, Any]) -> None:
+    """Start a process whose own parent ends at once, write its id to spec["report"], and stay."""
+    detached = ["sh", "-c", "sleep 600 > /dev/null 2>&1 & echo $!"]
+    variables = {"PATH": os.environ["PATH"]} if spec["plain"] else None
+    shell = subprocess.run(detached, capture_output=True, text=True, check=True, env=variables)
+    _report(spec["report"], {"orphan": int(shell.stdout)})
+    time.sleep(600)
+
+
 def _of_a_pool(pipe: Any) -> None:
     """Start a process, tell its id, and wait for what never comes."""
     pid = os.fork()

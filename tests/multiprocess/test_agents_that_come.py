@@ -87,6 +87,31 @@ def test_a_machine_that_was_lost_and_comes_back_gives_the_run_its_size_again(
     assert states == [("elsewhere", "lost"), (name, "joined"), (name, "used")]
 
 
+def test_where_nothing_runs_beside_the_controller_replacements_wait_for_an_agent(site: Site, undisturbed: Path) -> None:
+    go, words = patient(site)
+    with ExitStack() as stack:
+        several = [*site.several, "runtime.agents=2", "runtime.local_workers=0", "elastic.replace=true"]
+        run = stack.enter_context(launch(site.here, *words, *several, mark=site.mark))
+        first, second = (stack.enter_context(site.agent("--name", name)) for name in ("first", "second"))
+        run.wait_for_steps(2)
+        os.kill(second.pid, signal.SIGKILL)
+        eventually(lambda: events_of(site, "no_place"), run.process)
+        with pytest.raises(ControlError, match="the agents have 0 free places for 1 more workers"):
+            ask(str(site.here / "run"), {"command": "add", "count": 1})
+        assert not events_of(site, "join") and not run.workers(), "nor beside the controller"
+        third = stack.enter_context(site.agent("--name", "third"))
+        eventually(lambda: events_of(site, "join"), run.process)
+        hosts = {row["host"]: row["ranks"] for row in status(site)["hosts"]}
+        assert hosts["third"] == [2] and hosts.keys() > {"first", "third"} and sum(map(len, hosts.values())) == 2
+        go.touch()
+        ends = [end_of(agent) for agent in (first, third)]
+        end_of(second)  # as above
+        of_run = run.finish()
+    assert (of_run.code, of_run.err, [end.code for end in ends]) == (0, "", [0, 0]), (of_run, ends)
+    assert_same_bits(site.here / "run", undisturbed)
+    assert len(events_of(site, "no_place")) == len(events_of(site, "fail")) == 1, "and none was started in vain"
+
+
 def test_agents_that_a_run_never_had_serve_it_or_are_refused(site: Site, undisturbed: Path) -> None:
     """One with other data is refused. One more is not needed, until an administrator adds a worker on it."""
     go, words = patient(site)

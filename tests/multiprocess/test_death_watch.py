@@ -111,6 +111,15 @@ def test_a_kill_is_reported_once_and_only_for_the_killed_worker(scene: Scene) ->
     assert scene.death() == 2 and scene.deaths.empty()
 
 
+def test_what_is_kept_of_a_watch_goes_with_its_worker(scene: Scene) -> None:
+    for rank in (0, 1):
+        scene.start(rank)
+        assert scene.watch.watch(rank)
+    scene.kill(1)
+    assert scene.death() == 1
+    eventually(lambda: set(scene.watch._threads) == {0})
+
+
 def test_a_worker_without_a_thread_to_watch_it_is_told_and_the_others_are_watched(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ from elaswave_spmd.errors import ConfigError, RunError
 from elaswave_spmd.ready import is_any_ready
 from elaswave_spmd.runtime.processes import fork_server as server_module
 from elaswave_spmd.runtime.processes import fork_server_client as client_module
+from elaswave_spmd.runtime.processes.adoption import write_address
 from elaswave_spmd.runtime.processes.fork_server import ForkServer
 from elaswave_spmd.runtime.processes.fork_server_client import (
     Exited,
@@ -33,6 +34,7 @@ from elaswave_spmd.runtime.processes.fork_server_client import (
     NoAnswerError,
     NotStartedError,
 )
+from elaswave_spmd.runtime.transport.links import socket_names
 from tests.descriptors import OF_SELECT, beyond_select
 from tests.locks import is_locked
 from tests.multiprocess.forks_itself import exits
@@ -140,6 +142,21 @@ def left_behind(report: Path) -> dict[str, Any]:
     """What a worker has started (`runtime_targets.leave_behind`)."""
     assert eventually(report.exists)
     return json.loads(report.read_text())
+
+
+def test_an_orphan_in_a_worker_is_reaped_when_it_ends_and_left_alone_before(
+    start: StartForkServer, tmp_path: Path
+) -> None:
+    fork_server, reports = start("runtime_targets:orphans"), [tmp_path / "0", tmp_path / "1"]
+    for rank, report in enumerate(reports):
+        fork_server.spawn(rank, {"report": str(report), "plain": rank == 1})
+    first, second = (left_behind(report)["orphan"] for report in reports)
+    os.kill(first, signal.SIGKILL)
+    assert eventually(lambda: state(first) == "X"), "no zombie, while its worker lives"
+    assert fork_server.signal(0, signal.SIGKILL) and exits(fork_server, 1)[0].rank == 0
+    assert fork_server.signal(1, 0) and not gone(second), "nothing shows whose it is: it may be that of a living one"
+    assert fork_server.signal(1, signal.SIGKILL) and exits(fork_server, 1)[0].rank == 1
+    assert eventually(lambda: state(second) == "X")
 
 
 @methods
@@ -596,6 +613,23 @@ def test_the_time_of_orphans_may_be_told_later(start: StartForkServer, tmp_path:
     assert eventually((tmp_path / "ready").exists)
     fork_server.release()
     assert gone(pid) and (tmp_path / "ended").exists() == (grace > 1)
+
+
+def test_a_worker_that_has_ended_leaves_no_entry_in_the_directory_of_sockets(
+    start: StartForkServer, tmp_path: Path
+) -> None:
+    scratch = tmp_path / "sockets"
+    scratch.mkdir()
+    with start(scratch=[str(scratch)]) as fork_server:
+        pids = {rank: fork_server.spawn(rank, {"sleep": 100}) for rank in (0, 1)}
+        for rank, pid in pids.items():
+            write_address(str(scratch), rank, "ipc:///somewhere")
+            for name in socket_names(rank, pid):
+                (scratch / name).touch()
+        others = {path.name for path in scratch.iterdir() if path.name.startswith("0")}
+        assert len(others) == 3 and fork_server.signal(1, signal.SIGKILL)
+        assert exits(fork_server, 1)[0].rank == 1
+        assert eventually(lambda: {path.name for path in scratch.iterdir()} == others)
 
 
 def test_stop_removes_the_scratch_directories(start: StartForkServer, tmp_path: Path):

@@ -61,6 +61,22 @@ def test_layers_that_pack_tokens_have_equal_bits(tmp_path: Path) -> None:
     assert run(tmp_path / "meshed", "mesh=dp2_pp2", packed, "sharding=zero2", "verify.rate=1", KILL) == single
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("runtime.transport=ipc", KILL),
+        ("runtime.transport=tcp",),
+        ("runtime.collectives=group", "runtime.pairs=true"),
+    ],
+    ids=["shm", "ipc", "tcp", "pairs"],
+)
+def test_what_crosses_a_boundary_may_have_no_elements(tmp_path: Path, words: tuple[str, ...]) -> None:
+    emptied = "model.target=tuple_models.Emptied"
+    single = run(tmp_path / "single", "mesh=single", emptied)
+    assert run(tmp_path / "meshed", "mesh=dp2_pp2", emptied, *words) == single
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: torch.compile needs a C++ compiler")
 def test_compiled_meshes_have_the_bits_of_one_compiled_worker(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from elaswave_spmd.models import LayeredModel
 from elaswave_spmd.sharding import tie
 from tests.simulated import bits_cases
 from tests.simulated.bits_cases import TOKENS, VOCAB, Run, assert_as_reference, placement_of
-from tests.tuple_models import FeaturesFirst, Mixture, Packed, Skips
+from tests.tuple_models import Emptied, FeaturesFirst, Mixture, Packed, Skips
 
 WIDTH = 8
 
@@ -212,6 +212,8 @@ CASES: dict[str, Callable[[], LayeredModel]] = {
     "terms of the loss": lambda: Mixture(VOCAB, 2, WIDTH),
     "features": lambda: FeaturesFirst(VOCAB, WIDTH),
     "packed": lambda: Packed(VOCAB, 2, WIDTH),
+    "no elements": lambda: Emptied(VOCAB, 2, WIDTH, TOKENS),
+    "tuple of no elements": lambda: Emptied(VOCAB, 2, WIDTH, TOKENS, is_tuple=True),
 }
 
 MESHES = {"single": 1, "dp2": 1, "pp2": 2, "stages1-2": 2, "pp3": 3}  # and their stages

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from elaswave_spmd import by_value
-from elaswave_spmd.runtime.processes.strays import adopt_strays
+from elaswave_spmd.runtime.processes.strays import mark_own
 
 _PR_SET_PDEATHSIG = 1
 
@@ -53,13 +53,13 @@ signal that is sent to a worker before the worker has set itself up stays pendin
 _TERMINAL = (signal.SIGINT, signal.SIGHUP)  # Ctrl-C, and the end of the terminal
 
 
-def set_up() -> None:
+def set_up() -> object:
     """Give a new worker its own signals, standard input and random state; it gets the `GROUP_SIGNALS` from now on.
 
-    The worker becomes the parent of its own strays (strays.py), so that the fork server does not end them while the
-    worker lives.
+    Returns:
+        What is to be kept for as long as the worker lives: by it the fork server knows whose strays it has (strays.py).
     """
-    adopt_strays()
+    mark = mark_own()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number in _TERMINAL:  # the terminal sends them to the whole group; the controller alone reacts to them
         signal.signal(number, signal.SIG_IGN)
@@ -73,6 +73,7 @@ def set_up() -> None:
     if (torch := sys.modules.get("torch")) is not None:
         torch.seed()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
+    return mark
 
 
 def run(target: str, spec: dict[str, Any]) -> NoReturn:
@@ -108,7 +109,7 @@ def main() -> NoReturn:
     orders = json.load(sys.stdin)
     die_with_parent(orders["parent"])
     sys.path[:] = orders["sys_path"]
-    set_up()
+    mark = set_up()  # noqa: F841  (kept until the worker ends)
     if (fd := orders["by_value"]) is not None:
         by_value.take(fd)
         os.close(fd)

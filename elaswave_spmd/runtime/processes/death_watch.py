@@ -248,7 +248,7 @@ class DeathWatch:
         self._table = table
         self._on_death = on_death
         self._libc = _Libc()
-        self._threads: dict[int, threading.Thread] = {}
+        self._threads: dict[int, threading.Thread] = {}  # those that run, or are about to
         self._closed = False
 
     def watch(self, rank: int) -> bool:
@@ -270,23 +270,31 @@ class DeathWatch:
             self._libc.release_dead(address)
         assert dead or code == errno.EBUSY, errno.errorcode[code]
         target = self._report if dead else self._wait
-        thread = threading.Thread(target=target, args=(rank,), name=f"death-watch-{rank}", daemon=True)
+        thread = threading.Thread(target=self._run, args=(target, rank), name=f"death-watch-{rank}", daemon=True)
+        self._threads[rank] = thread  # before it starts, as its end takes it out
         try:
             thread.start()
         except RuntimeError as error:  # "can't start new thread"
+            del self._threads[rank]
             if dead:
                 return False
             raise NotWatchedError(str(error)) from error
-        self._threads[rank] = thread
         return True
 
     def close(self) -> None:
         """End the threads, whether the workers live or not. No death is reported afterwards. Idempotent."""
         self._closed = True
         deadline = time.monotonic() + 4 * _PERIOD_S  # longer only if the clock was set back; they are daemons
-        for thread in self._threads.values():
+        for thread in list(self._threads.values()):
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _run(self, target: Callable[[int], None], rank: int) -> None:
+        """A thread of the watch. It is forgotten at its end, or the table would grow with each worker of the run."""
+        try:
+            target(rank)
+        finally:
+            self._threads.pop(rank, None)
 
     def _wait(self, rank: int) -> None:
         address = self._table.address(rank)

@@ -36,12 +36,13 @@ from typing import Any, NoReturn
 from elaswave_spmd import by_value
 from elaswave_spmd.ready import is_any_ready, ready_among
 from elaswave_spmd.runtime.processes import child
-from elaswave_spmd.runtime.processes.adoption import accept_next, listen_for_next
+from elaswave_spmd.runtime.processes.adoption import accept_next, listen_for_next, remove_address
 from elaswave_spmd.runtime.processes.scratch import hold_lock, hold_scratch
 from elaswave_spmd.runtime.processes.strays import adopt_strays, kill_strays, reap_strays
+from elaswave_spmd.runtime.transport.links import socket_names
 
 _REAP_PERIOD_S = 0.01  # how often to look for ended children while all workers are being ended
-_STRAYS_S = 1.0  # how long to wait for killed strays: one may be in a call that the kernel does not interrupt
+_STRAYS_S = 5.0  # how long to wait for killed strays: one may be in a call that the kernel does not interrupt
 
 
 def num_threads() -> int:
@@ -69,7 +70,7 @@ class ForkServer:
         self._next_rank = 0  # the rank above those of all workers that were ever started
         self._made: list[int] = []  # the ranks of all workers that were ever started
         self._others: frozenset[int] = frozenset()  # children that are not workers, and were there before any worker
-        self._may_have_strays = False  # a worker has ended, and may have left strays
+        self._gone: set[int] = set()  # process ids of workers that have ended, and may have left strays
         self._ended: list[int] = []  # ranks that ended while there was no controller, or while it was still adopting
         self._is_settled = True  # the controller has handled all ends that happened before it had adopted the workers
         self._waited_s = 0.0  # how long there has been no controller, since the last one was lost
@@ -267,7 +268,7 @@ class ForkServer:
                 self._listener.close()
             for fd in (self._notices, self._wake_read, self._wake_write):
                 os.close(fd)
-            child.set_up()
+            mark = child.set_up()  # noqa: F841  (kept until the worker ends)
             os.register_at_fork(after_in_child=self._give_up_locks)
             child.run(self._setup["target"], spec)
         except BaseException:
@@ -316,7 +317,7 @@ class ForkServer:
                 continue
             del self._pids[rank]
             self._ended.append(rank)
-            self._may_have_strays = True
+            self._gone.add(pid)
             code = os.waitstatus_to_exitcode(status)
             notice = {
                 "exited": rank,
@@ -326,17 +327,26 @@ class ForkServer:
             }
             with contextlib.suppress(OSError):  # the controller has ended
                 os.write(self._notices, json.dumps(notice).encode() + b"\n")
+            self._remove_files(rank, pid)
         # A killed stray wakes this process when it has ended. Then the strays that it has itself left are killed.
         known = self._others.union(self._pids.values())
         has_ended = reap_strays(known)
-        if self._may_have_strays:
-            self._may_have_strays = kill_strays(known) or has_ended
+        if self._gone and not (kill_strays(known, self._gone if self._pids else None) or has_ended):
+            self._gone.clear()
+
+    def _remove_files(self, rank: int, pid: int) -> None:
+        """Remove what a worker that has ended has left in the directory of sockets, which would grow with each."""
+        for folder in self._setup["scratch"]:
+            remove_address(folder, rank)
+            for name in socket_names(rank, pid):
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(folder, name))
 
     def _wait_until_none(self, seconds: float, *, strays: bool = False) -> None:
         """Wait until all workers have ended and are reaped; with `strays`, their strays as well."""
         deadline = time.monotonic() + seconds
         self._reap()
-        while (self._pids or (strays and self._may_have_strays)) and time.monotonic() < deadline:
+        while (self._pids or (strays and self._gone)) and time.monotonic() < deadline:
             is_any_ready([self._wake_read], timeout_s=_REAP_PERIOD_S)
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)

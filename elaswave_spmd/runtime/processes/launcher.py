@@ -15,6 +15,9 @@ from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.processes.agents import Agent, Agents
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient, NotStartedError
 
+NO_PLACE = "no agent has a free place, and runtime.local_workers=0 lets none start on the controller's machine"
+"""Why a worker cannot be started for now, in words."""
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -23,7 +26,8 @@ class Machine:
     Args:
         agent: the peer id of its agent; None for the controller's machine.
         host: its name, which is its failure domain. Agents that fail together have the same name.
-        places: the number of workers that it has room for; None if there is no limit.
+        places: the number of workers that it has room for; None if there is no limit, as on the controller's machine.
+            That has 0 with runtime.local_workers=0.
         ranks: the workers there whose end has not been reported. For the controller's machine it is empty.
         is_ready: True if workers can be started there.
         is_leaving: True if its workers leave, so that none is started there any more.
@@ -53,11 +57,16 @@ class Launcher:
     Args:
         fork_server: makes the workers of this machine. `stop` stops it.
         agents: make the workers of other machines; None if there are none. Then all calls go to the fork server.
+        starts_here: False if no worker is ever started on this machine (runtime.local_workers=0). Has no effect without
+            agents.
     """
 
-    def __init__(self, fork_server: ForkServerClient, agents: Agents | None = None) -> None:
+    def __init__(
+        self, fork_server: ForkServerClient, agents: Agents | None = None, *, starts_here: bool = True
+    ) -> None:
         self._fork_server = fork_server
         self._agents = agents
+        self._starts_here = starts_here
         self._hosts: dict[int, Agent | None] = {}  # living rank -> agent, None for this machine. Unused without agents
         self._selector: selectors.BaseSelector | None = None
         if agents is not None:
@@ -113,7 +122,7 @@ class Launcher:
         """This machine, and the machines of all admitted agents; empty if the run cannot have agents."""
         if self._agents is None:
             return ()
-        own = Machine(None, socket.gethostname(), None)
+        own = Machine(None, socket.gethostname(), None if self._starts_here else 0)
         used = self._used()
         agents = (
             Machine(
@@ -147,15 +156,21 @@ class Launcher:
             host: the name of the machine that was asked for. If several agents have this name, the newest one is taken:
                 an older one may be lost without having been noticed yet. None for the agent that uses the smallest
                 fraction of its capacity.
+
+        Raises:
+            NotStartedError: no such agent has a free place, and no worker is started on this machine.
         """
         used = {peer: len(ranks) for peer, ranks in self._used().items()}
         serving = [a for a in self._agents or () if a.prepared and not (a.leaving or a.is_doubtful)]
         free = [agent for agent in serving if used[agent.peer] < agent.capacity]
         if host is not None:
             named = [agent for agent in free if agent.host == host]
-            self._hosts[rank] = min(named, key=lambda agent: agent.peer, default=None)
-            return
-        self._hosts[rank] = min(free, key=lambda agent: Fraction(used[agent.peer] + 1, agent.capacity), default=None)
+            found = min(named, key=lambda agent: agent.peer, default=None)
+        else:
+            found = min(free, key=lambda agent: Fraction(used[agent.peer] + 1, agent.capacity), default=None)
+        if found is None and not self._starts_here:
+            raise NotStartedError(NO_PLACE)
+        self._hosts[rank] = found
 
     def ready(self) -> None:
         """Wait until this machine's fork server has imported everything.
@@ -208,7 +223,8 @@ class Launcher:
             The process id of the worker if it runs on this machine, else None.
 
         Raises:
-            NotStartedError: this machine has no process, memory, descriptor or disk left, or `limit_s` is over.
+            NotStartedError: this machine has no process, memory, descriptor or disk left, or `limit_s` is over; or no
+                agent has a free place, and no worker is started on this machine.
         """
         if self._agents is not None and rank not in self._hosts:
             self._assign_newcomer(rank, host)

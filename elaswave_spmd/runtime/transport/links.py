@@ -118,6 +118,9 @@ _LOOKS = 10  # how often links are checked within the time after which a silent 
 _IPC_ADDRESS = re.compile(r"ipc:///[^\0]+")
 _ADDRESSES = {"shm": _IPC_ADDRESS, "ipc": _IPC_ADDRESS, "tcp": re.compile(r"tcp://\d{1,3}(\.\d{1,3}){3}:\d{1,5}")}
 _SHORT_PATH = re.compile(r"/[!-~]{0,38}")  # absolute, and without what the controller takes for no address (a space)
+# logind makes the directories in this one, and removes each with all that is in it when its user logs out, though
+# processes of a run go on: that could start no worker any more.
+_OF_LOGINS = "/run/user"
 _LONGEST_IPC_DIRECTORY = 80  # bytes; sockaddr_un holds 108, and the socket's own name must fit
 _CLOSED_EVENTS = (
     zmq.EVENT_DISCONNECTED
@@ -134,6 +137,7 @@ def socket_directory() -> str:
     # $TMPDIR is not used: batch systems often set it to a path that is too long.
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     usable = _SHORT_PATH.fullmatch(base) and os.access(base, os.W_OK) and not _why_not_private(base)
+    usable = usable and not Path(base).resolve().is_relative_to(_OF_LOGINS)
     return tempfile.mkdtemp(prefix=SOCKETS, dir=base if usable else "/tmp")
 
 
@@ -143,6 +147,12 @@ def _why_not_private(directory: str | Path) -> str:
     mode = stat.S_IMODE(status.st_mode)
     private = not mode & 0o077 and status.st_uid == os.geteuid()
     return "" if private else f"mode {mode:04o} and owner {status.st_uid}"
+
+
+def socket_names(me: int, pid: int) -> tuple[str, str]:
+    """The names of a process's Unix socket and of its bell, in the directory of sockets."""
+    name = f"{'c' if me == CONTROLLER else me}-{pid}"
+    return name, name + BELL
 
 
 class _Link:
@@ -603,7 +613,7 @@ class Links:
         if transport == "tcp":
             port = self._pull.bind_to_random_port(f"tcp://{host}")
             return f"tcp://{host}:{port}"
-        path = Path(directory).absolute() / f"{'c' if self.me == CONTROLLER else self.me}-{os.getpid()}"
+        path = Path(directory).absolute() / socket_names(self.me, os.getpid())[0]
         self._pull.bind(f"ipc://{path}")
         return f"ipc://{path}"
 

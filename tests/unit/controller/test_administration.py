@@ -239,6 +239,17 @@ def test_nobody_is_added_where_there_is_no_room(world: World, host: object, why:
     assert "the run is on one machine" in world.refusal(command="add", count=1, host=host)
 
 
+def test_where_the_controllers_machine_is_to_have_none_workers_are_added_on_agents_with_room(world: World) -> None:
+    world.machines = machines = (Machine(None, "node0", 0), *AGENTS[1:])
+    refusal = world.refusal(command="add", count=4)
+    assert "the agents have 3 free places for 4 more workers" in refusal and "node2 (3 of 3 places free)" in refusal
+    assert "no worker is ever started on the controller's machine" in refusal
+    here = world.refusal(command="add", count=1, host="node0")
+    assert "the controller runs on node0, with runtime.local_workers=0" in here
+    request = Request({"command": "add", "count": 3}, lambda _: None)
+    assert world.control.answer(request, machines)[0] == Spawn((3, 4, 5))
+
+
 def test_a_machine_is_drained_as_its_workers_are(world: World) -> None:
     machines = (AGENTS[0], Machine(-2, "node1", 2, frozenset({1})), *AGENTS[2:])
     world.machines = machines

@@ -57,6 +57,7 @@ class World:
         self.awaited: list[int | None] = []  # for each of these losses, the replacement that the first mesh waits for
         self.spares_used: list[int] = []
         self.relinked: list[tuple[set[int], str]] = []
+        self.num_relinks = 0
         self.missed: list[set[int]] = []
         self.num_sent_again = 0
         self.alone: set[int] = set()  # members without whom state would be lost
@@ -106,8 +107,9 @@ class World:
         """The state is saved, or cannot be."""
         self.do(self.losses.end(SaveEnded(Save(4, 1, self.stops[0][0]), why_not), self.now))
 
-    def relink(self, ends: frozenset[int], reason: str) -> list[Any]:
-        self.relinked.append((set(ends), reason))
+    def relink(self, links: Mapping[frozenset[int], str]) -> list[Any]:
+        self.num_relinks += 1
+        self.relinked += [(set(ends), reason) for ends, reason in links.items()]
         return []
 
     def send_again(self) -> list[Any]:
@@ -146,6 +148,7 @@ class World:
     def live(self, *ranks: int) -> None:
         for rank in (*ranks, *ranks):
             self.do(self.losses.heartbeat(rank, self.now, is_relayed=False))
+        self.do(self.losses.open_links())
 
     def exits(self, rank: int, code: int | None = None, signal: int | None = None) -> None:
         exited = Exited(rank, 70 + rank, code, signal)
@@ -698,6 +701,18 @@ def test_a_link_that_is_lost_between_two_living_workers_is_made_again_once() -> 
     world.live(0, 1)
     assert world.told == [(1, "the link between workers 0 and 1 was lost again")] and len(world.relinked) == 1
     assert world.reported == [1]
+
+
+def test_links_that_break_together_change_the_mesh_once_with_each_tick() -> None:
+    world = World()
+    for ends in ((0, 1), (0, 2), (1, 2)):
+        world.losses.link_closed(*ends)
+        for rank in (*ends, *ends):
+            world.do(world.losses.heartbeat(rank, world.now, is_relayed=False))
+    assert world.num_relinks == 1 and [ends for ends, _ in world.relinked] == [{0, 1}], "the first one at once"
+    for _ in range(2):
+        world.do(world.losses.open_links())
+        assert world.num_relinks == 2 and [ends for ends, _ in world.relinked[1:]] == [{0, 2}, {1, 2}]
 
 
 def test_a_link_that_was_made_again_long_ago_and_carried_a_step_since_is_made_again_once_more() -> None:

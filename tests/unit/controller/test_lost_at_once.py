@@ -32,7 +32,9 @@ class World:
             action=lambda action, now: self.logged.append(action), event=lambda event, now: self.heard.append(event)
         )
         failures = SimpleNamespace(is_ending=False, worker_ended=self._lost)
+        plan = SimpleNamespace(settings=SimpleNamespace(runtime=SimpleNamespace(local_workers=None)))
         self.controller.__dict__ |= {"_io": io, "_log": log, "_failures": failures, "_adopter": None, "_generation": 1}
+        self.controller.__dict__ |= {"_plan": plan}
         self.controller.__dict__ |= {"_supervision": SimpleNamespace(moved=lambda: None), "_packer": Packer()}
         self.controller.__dict__ |= {"_released": SimpleNamespace(ended=lambda rank: None), "outcome": None}
         self.controller.protocol = cast(ControllerProtocol, self.protocol)

@@ -379,3 +379,21 @@ def test_other_machines_are_used_meanwhile() -> None:
 
 def test_a_run_that_is_not_elastic_gives_no_machine_up() -> None:
     assert silent(World(enabled=False), [Machine(-2, "b", 2, frozenset({3}))], 3) == []
+
+
+@pytest.mark.parametrize(
+    ("local_workers", "is_known", "silent", "started"),
+    [(0, True, (), 4), (0, True, (7,), 1), (0, False, (), 0), (2, False, (), 5), (None, True, (7,), 5)],
+)
+def test_as_many_lost_workers_are_replaced_at_once_as_agents_have_places_where_there_are_no_others(
+    local_workers: int | None, is_known: bool, silent: tuple[int, ...], started: int
+) -> None:
+    world, controller = World(replace=True), Controller.__new__(Controller)
+    machines = Machine(None, "a", 0), Machine(-2, "b", 4, frozenset({7})), Machine(-3, "c", 1)
+    settings = SimpleNamespace(runtime=SimpleNamespace(local_workers=local_workers))
+    controller.__dict__ |= {"_plan": SimpleNamespace(settings=settings), "_replacements": world.replacements}
+    controller.__dict__ |= {"_io": SimpleNamespace(machines=lambda: machines)}
+    world.lose(*range(4), 4)
+    controller._note_room(is_known=is_known, silent=silent)
+    ranks, _ = world.replacements.due(0.0, spares=True)
+    assert len(ranks) == started

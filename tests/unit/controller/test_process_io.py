@@ -33,7 +33,7 @@ from elaswave_spmd.recovery.failure_detector import Suspect
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path
 from elaswave_spmd.run_dir.directory import EVENTS, METRICS
 from elaswave_spmd.run_dir.manifest import Manifest
-from elaswave_spmd.runtime.processes.agents import Agents
+from elaswave_spmd.runtime.processes.agents import Agents, RemoteExited
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient, NoAnswerError, NotStartedError
 from elaswave_spmd.runtime.transport.links import Links
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox, PeerClosed, ReadMark
@@ -43,6 +43,21 @@ from tests.waiting import PATIENCE_S, eventually
 HEARTBEAT, FAILED = m.Heartbeat(0, 1, False, ""), m.Failed(0, "a traceback", 3)
 
 
+class _Links:
+    """Links that note which were dropped, and answer a mark at once."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+        self.rejected: dict[str, int] = {}
+        self.dropped: list[int] = []
+
+    def drop(self, peer: int) -> None:
+        self.dropped.append(peer)
+
+    def mark(self, at: float) -> None:
+        self._mailbox.put(ReadMark(at))
+
+
 @pytest.fixture
 def io() -> ProcessIO:
     """Worker 0 has said something, and why it fails, has closed its link and ended; nothing of it was looked at yet."""
@@ -50,8 +65,7 @@ def io() -> ProcessIO:
     fork_server.exits = [Exited(0, 5, 1, None)]
     fork_server.mailbox.interrupt("there is something to poll")
     mailbox = made._mailbox = Mailbox()
-    links = SimpleNamespace(rejected={}, mark=lambda at: mailbox.put(ReadMark(at)))
-    made._launcher, made._links = cast(ForkServerClient, fork_server), cast(Links, links)
+    made._launcher, made._links = cast(ForkServerClient, fork_server), cast(Links, _Links(mailbox))
     made._ready, made._stops, made._deaths = deque(), deque(), deque()
     made._rejected, made._look_at = Counter(), 0.0
     made._has_ticked, made._read_until, made._awaits_mark = False, 0.0, False
@@ -85,6 +99,13 @@ def test_ends_that_follow_an_end_come_with_it_and_nothing_that_comes_before_them
     first = io.next_event(io.now() + 100.0)
     assert [event.rank for event in (cast(WorkerEnded, first), *io.next_ends())] == [0, 1, 2]
     assert isinstance(io.next_event(io.now() + 100.0), Received) and io.next_ends() == []
+
+
+def test_who_has_ended_has_no_link_any_more_unless_it_may_be_back_with_its_agent(io: ProcessIO) -> None:
+    exits = [Exited(0, 5, 0, None), RemoteExited(1, 6, 0, None, "a"), RemoteExited(2, 0, None, 9, "b", "it is cut off")]
+    cast(FakeForkServer, io._launcher).exits = exits
+    io.report_exits()
+    assert cast(_Links, io._links).dropped == [0, 1]
 
 
 def test_nor_does_it_come_after_all_ends_are_reported(io: ProcessIO) -> None:

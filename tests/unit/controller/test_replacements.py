@@ -85,3 +85,63 @@ def test_the_first_spares_are_not_limited_since_they_replace_nobody() -> None:
     assert started(replacements) == (7,)
     replacements.lost(7)
     assert started(replacements) == () and started(replacements, 60.0) == (8,)
+
+
+def test_what_has_no_place_waits_and_does_not_count_as_a_start() -> None:
+    replacements = make(per_minute=2)
+    for rank in (0, 1):
+        replacements.lost(rank)
+    for now in (0.0, 1.0, 2.0):
+        replacements.note_room(0)
+        assert replacements.due(now, spares=True) == ((), [])
+    assert replacements.num_unfilled == 2
+    replacements.note_room(1)
+    assert replacements.due(3.0, spares=True) == ((4,), [Spawn((4,))])
+    assert replacements.due(3.0, spares=True) == ((), []), "the place is taken"
+    replacements.note_room(3)
+    assert replacements.due(4.0, spares=True) == ((5,), [Spawn((5,))]), "the second start within the minute"
+
+
+def test_the_first_spares_wait_for_places_as_well_behind_those_who_replace_somebody() -> None:
+    replacements = make(spares=2, per_minute=1)
+    replacements.note_room(1)
+    assert started(replacements) == (4,)
+    replacements.lost(1)
+    replacements.note_room(1)
+    assert started(replacements) == (5,) and replacements.spares == {5: False}
+    replacements.note_room(4)
+    assert started(replacements) == (6,) and started(replacements) == ()
+    assert replacements.spares == {5: False, 6: False}, "two, and worker 4 has a place to fill"
+
+
+def test_that_a_place_lacks_is_said_once_for_each_that_waits_longer_than_a_process_takes_to_end() -> None:
+    replacements = make()
+    replacements.note_room(0)
+
+    def said(now: float) -> list[object]:
+        _, actions = replacements.due(now, spares=True)
+        assert all(isinstance(action, Record) and action.kind == "no_place" for action in actions)
+        return [action.fields["missing"] for action in actions if isinstance(action, Record)]
+
+    replacements.lost(0)
+    assert [said(now) for now in (0.0, 4.9, 5.0, 60.0)] == [[], [], [1], []]
+    replacements.lost(1)
+    _, (record,) = (replacements.due(61.0, spares=True), replacements.due(66.0, spares=True)[1])
+    assert isinstance(record, Record) and record.fields["message"] == (
+        "2 replacements or spares wait for a place: no agent has a free place, and runtime.local_workers=0 lets none "
+        "start on the controller's machine"
+    )
+    replacements.note_room(2)
+    assert started(replacements, 70.0) == (4, 5)
+    replacements.lost(4)
+    replacements.note_room(0)
+    assert [said(now) for now in (71.0, 76.0)] == [[], [1]], "the next time"
+
+
+def test_starts_on_machines_that_have_come_take_places_too() -> None:
+    replacements = make()
+    replacements.note_room(2)
+    assert replacements.allow(1, 0.0) == (1, [])
+    for rank in (0, 1):
+        replacements.lost(rank)
+    assert started(replacements) == (4,)

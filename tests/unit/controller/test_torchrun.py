@@ -81,15 +81,15 @@ def test_further_processes_of_a_node_end(rank: int) -> None:
         (["mesh=dp4"], 2, 2, 2),
         (["mesh=dp5"], 2, 2, 3),
         (["mesh=dp4"], 3, 1, 2),
-        (["mesh=dp2"], 4, 0, 1),
+        (["mesh=dp2"], 4, None, 1),
         (["mesh=dp4", "runtime.local_workers=0"], 2, 0, 4),
         (["mesh=dp4", "runtime.local_workers=4"], 2, 4, 1),
         (["mesh=dp4", "runtime.agent_workers=1"], 2, 3, 1),
-        (["mesh=dp4", "runtime.agent_workers=8"], 3, 0, 8),
+        (["mesh=dp4", "runtime.agent_workers=8"], 3, None, 8),
         (["mesh=dp4", "runtime.agent_workers=8", "runtime.local_workers=1"], 3, 1, 8),
     ],
 )
-def test_workers_are_shared_out_among_nodes(words: list[str], nodes: int, local: int, places: int) -> None:
+def test_workers_are_shared_out_among_nodes(words: list[str], nodes: int, local: int | None, places: int) -> None:
     words = [*TWO[1:], *words]
     runtime = settings_of(start_of(words, variables(0, nodes))).runtime
     assert (runtime.local_workers, runtime.agent_workers, runtime.agents) == (local, places, nodes - 1)

@@ -272,7 +272,7 @@ def test_a_pair_that_had_no_link_and_wanted_it_has_one_from_the_next_epoch_on() 
     a, b = next((a, b) for a in members for b in members if b not in protocol.peers.of(a))
     protocol.missed(frozenset((a, b)))
     for other in (frozenset((a, b)), frozenset((0, 1)), frozenset((0, 1))):  # this one is made; others later
-        protocol.relink(other, "lost")
+        protocol.relink({other: "lost"})
         answer(protocol)
         assert b in protocol.peers.of(a) and a in protocol.peers.of(b)
     protocol.lost(a, "it ended")
@@ -283,11 +283,11 @@ def test_a_pair_that_had_no_link_and_wanted_it_has_one_from_the_next_epoch_on() 
 def test_what_older_epochs_have_counts_until_a_change_finds_nothing_of_a_step() -> None:
     protocol, part = started(6, 6, 6, widest=2), PartialStep(1, assigned=(0,))
     for number in (1, 2):
-        protocol.relink(frozenset((0, 1)), "lost")
+        protocol.relink({frozenset((0, 1)): "lost"})
         answer(protocol, 0, part)
         assert [ran.step for ran in protocol._ran] == [1] * number
     assert protocol._ran[1].plan, "that with which the epoch of the first change began"
-    protocol.relink(frozenset((0, 1)), "lost")
+    protocol.relink({frozenset((0, 1)): "lost"})
     answer(protocol, 1)
     assert protocol._ran == ()
 

@@ -204,7 +204,7 @@ def test_state_that_is_not_what_was_written_begins_a_repair(in_a_change: bool) -
     """Reported before the StepReport, or when the new epoch is entered; the step begins anew, whoever has them."""
     protocol = started(4)
     if in_a_change:
-        protocol.relink(frozenset({2, 3}), "their link is lost")
+        protocol.relink({frozenset({2, 3}): "their link is lost"})
     effects = protocol.damaged(m.Damaged(1, 0, 4, ((0, 0, 1),)))
     assert {prepare.after for prepare in prepares(effects).values()} == {m.AT_ONCE}
     epoch = 1 + in_a_change

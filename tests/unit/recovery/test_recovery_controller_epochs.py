@@ -127,7 +127,7 @@ def test_saved_forwards_count_for_the_layers_that_their_worker_was_on(overtaken:
     for rank in (0, 1):
         effects = protocol.report_received(StepReport(1, rank, 3, (begun_step,), layers=(0, 1)))
     assert reconfigures(effects)[1].stages == ((0,), (1,)) and reconfigures(effects)[1].layer_cuts == (0, 1, 3)
-    protocol.relink(frozenset({0, 1}), "the link was lost")
+    protocol.relink({frozenset({0, 1}): "the link was lost"})
     protocol.report_received(StepReport(protocol.last_epoch, 0, 3, (begun_step,), layers=(0, 1)))
     layers = (0, 1) if overtaken else (1, 3)
     effects = protocol.report_received(StepReport(protocol.last_epoch, 1, 3, (begun_step,), layers=layers))

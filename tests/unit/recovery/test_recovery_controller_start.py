@@ -132,7 +132,7 @@ def test_reports_of_members_are_void_before_there_are_any() -> None:
     ready(protocol, 0, 1)
     assert protocol.caught_up(CaughtUp(0, 0)) == []
     assert protocol.damaged(Damaged(0, 0, 1, ((0, 0, 1),))) == []
-    assert protocol.relink(frozenset({0, 1}), "lost") == []
+    assert protocol.relink({frozenset({0, 1}): "lost"}) == []
     assert protocol.last_epoch == 0 and protocol.changing == ()
 
 

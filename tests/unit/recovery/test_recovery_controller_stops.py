@@ -160,7 +160,7 @@ def test_all_that_leave_at_once_save_the_run() -> None:
 def test_a_link_is_made_again_by_an_epoch_with_the_same_members() -> None:
     protocol = started(3, 1, policy=Policy(mirror_count=0))
     commit(protocol, 4)
-    effects = protocol.relink(frozenset((0, 2)), "the link was lost")
+    effects = protocol.relink({frozenset((0, 2)): "the link was lost"})
     assert {rank: p.after for rank, p in prepares(effects).items()} == dict.fromkeys((0, 1, 2, 3), AT_ONCE)
     effects = answer(protocol, 4, HALF_DONE)
     place = reconfigures(effects)[0]
@@ -169,17 +169,17 @@ def test_a_link_is_made_again_by_an_epoch_with_the_same_members() -> None:
     )
     assert begun(effects).kinds == {0: "link", 2: "link"} and begun(effects).reasons[2] == "the link was lost"
     assert not any(run.learners for run in replicas_of(protocol))
-    protocol.relink(frozenset((1, 2)), "another")
+    protocol.relink({frozenset((1, 2)): "another"})
     assert begun(answer(protocol, 4)).kinds == {1: "link", 2: "link"}, "told once"
 
 
 def test_a_link_that_ends_with_a_worker_is_not_made_again() -> None:
     protocol = started(3, 1)
-    protocol.relink(frozenset((0, 1)), "the link was lost")
+    protocol.relink({frozenset((0, 1)): "the link was lost"})
     protocol.lost(1, "killed")
     assert begun(answer(protocol)).kinds == {1: "fail"}
-    assert protocol.relink(frozenset((0, 1)), "late") == [] and not protocol.changing
-    assert protocol.relink(frozenset((0, 77)), "no member") == []
+    assert protocol.relink({frozenset((0, 1)): "late"}) == [] and not protocol.changing
+    assert protocol.relink({frozenset((0, 77)): "no member"}) == []
 
 
 # ---- whom it waits for

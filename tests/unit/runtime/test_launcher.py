@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import select
 import socket
 from collections import Counter
@@ -16,8 +17,8 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.processes.agents import Agent, Agents, RemoteExited
-from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient
-from elaswave_spmd.runtime.processes.launcher import Launcher, divide_workers
+from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient, NotStartedError
+from elaswave_spmd.runtime.processes.launcher import NO_PLACE, Launcher, divide_workers
 from elaswave_spmd.runtime.transport.mailbox import Interrupted, SelectableMailbox
 
 
@@ -86,9 +87,10 @@ class FakeAgents(FakeForkServer):
         return self.poll()
 
 
-def launcher_of(*capacities: int) -> tuple[Launcher, FakeForkServer, FakeAgents]:
+def launcher_of(*capacities: int, starts_here: bool = True) -> tuple[Launcher, FakeForkServer, FakeAgents]:
     fork_server, agents = FakeForkServer(), FakeAgents(*capacities)
-    return Launcher(cast(ForkServerClient, fork_server), cast(Agents, agents)), fork_server, agents
+    launcher = Launcher(cast(ForkServerClient, fork_server), cast(Agents, agents), starts_here=starts_here)
+    return launcher, fork_server, agents
 
 
 def exit_of(rank: int, host: str = "") -> Exited:
@@ -212,6 +214,21 @@ def test_a_newcomer_goes_to_the_machine_that_was_asked_for() -> None:
     assert (agents.all[1].ranks, agents.all[2].ranks) == ({1, 2}, {0}), "the newest agent of that name first"
     launcher.spawn(4, {}, socket.gethostname())
     assert fork_server.asked == [("spawn", 3, {}), ("spawn", 4, {})]
+
+
+@pytest.mark.parametrize("host", [None, "a", socket.gethostname()], ids=["anywhere", "agent", "here"])
+def test_a_machine_that_is_to_have_no_workers_gets_none(host: str | None) -> None:
+    launcher, fork_server, agents = launcher_of(1, starts_here=False)
+    launcher.assign(range(1), 0)
+    launcher.spawn(0, {})
+    with pytest.raises(NotStartedError, match=re.escape(NO_PLACE)):
+        launcher.spawn(1, {}, host)
+    own, a = launcher.machines
+    assert (own.places, own.free, a.ranks, fork_server.asked) == (0, 0, {0}, [])
+    agents.exits = [exit_of(0, "a")]
+    launcher.poll()
+    launcher.spawn(2, {})
+    assert launcher.host_of(2) == "a" and agents.asked == [("spawn", "a", 0), ("spawn", "a", 2)]
 
 
 @pytest.mark.parametrize("leaving", [False, True], ids=["prepares", "leaves"])

@@ -117,6 +117,19 @@ def test_receiving_messages_sends_payloads_whose_copy_is_complete() -> None:
     assert port.receive_all() == [] and links.told == [(1, "Publish")]
 
 
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_payload_without_elements_arrives_as_one(writable: bool) -> None:
+    port, links, mailbox = port_on(HOST)
+    message = m.Activation(1, 0, 1, (2, 0, 3))
+    port.send(1, message, torch.empty(2, 0, 3))
+    ((*_, (frame,)),) = links.sent
+    assert frame.nbytes == 0
+    mailbox.put(Envelope(1, m.encode(message), (memoryview(bytearray() if writable else b""),)))
+    (incoming,) = port.receive_all()
+    assert incoming.message == message and incoming.payload is not None and incoming.payload.shape == (0,)
+    assert incoming.payload.dtype == torch.float32
+
+
 def test_sums_come_to_the_device_and_other_payloads_stay_in_host_memory() -> None:
     device = PinnedDouble()
     port, _, mailbox = port_on(device)

@@ -18,6 +18,7 @@ import pytest
 from benchmarks.processes import command_lines
 from elaswave_spmd.recovery.admission import _ADDRESS
 from elaswave_spmd.runtime.processes.scratch import _OWNER, Scratch, _remove_dead, remove_with
+from elaswave_spmd.runtime.transport import links
 from elaswave_spmd.runtime.transport.links import SOCKETS, socket_directory
 from tests.locks import is_locked
 from tests.waiting import eventually
@@ -267,3 +268,18 @@ def test_a_directory_that_is_nested_too_deeply_to_be_removed_does_not_keep_a_com
         clear_up()
     finally:
         subprocess.run(["rm", "-rf", str(deep)], check=True)  # Python before 3.13 cannot
+
+
+def test_sockets_are_not_where_they_are_removed_when_the_user_logs_out(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Path(socket_directory()).parent == base
+    logins = base / "run"
+    (logins / "1").mkdir(mode=0o700, parents=True)
+    (base / "link").symlink_to(logins)
+    monkeypatch.setattr(links, "_OF_LOGINS", str(logins))
+    for folder in (logins, base / "link"):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder / "1"))
+        found = Path(socket_directory())
+        found.rmdir()
+        assert found.parent == Path("/tmp")
