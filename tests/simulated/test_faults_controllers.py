@@ -181,8 +181,8 @@ def test_a_controller_that_comes_back_is_told_of_the_memory_that_layers_take() -
     assert {*cluster.in_flight} == {(1, 1)}, "no more micro-batches than there is memory for, from the first mesh on"
     assert cluster.memory.keys() == {0, 1, 2, 3}
     for rows in cluster.memory.values():
-        layers = [layer for layer, *_ in rows]
-        assert sorted(layers) == sorted(3 * [*{*layers}]) and len({*rows}) == len({*layers}), "once to each controller"
+        # At most once to each controller: the second one may have died before the end of a step.
+        assert {*Counter(rows).values()} <= {2, 3} and len({*rows}) == len({layer for layer, *_ in rows})
 
 
 class DyingAgain(SimulatedCluster):
