@@ -249,6 +249,39 @@ def test_a_memory_limit_that_nothing_fits_in_is_told_once_and_ends_nothing() -> 
     assert [kind for kind, _ in world.events] == ["plan"] and not world.goals
 
 
+def heavy_end(world: World) -> World:
+    """The last three layers take twice as many bytes as the first three."""
+    base = world.measured._base
+    sized = tuple(replace(layer, value_bytes=100 if i < 3 else 200) for i, layer in enumerate(base.layers))
+    world.measured._base = replace(base, layers=sized)
+    return world
+
+
+@pytest.mark.parametrize("microbatches", [True, False])
+@pytest.mark.parametrize("scale", [1.0, 1e-3], ids=["long steps", "short steps"])
+def test_layers_that_do_not_fit_where_they_are_are_moved_whatever_that_gains(microbatches: bool, scale: float) -> None:
+    world = heavy_end(World([2, 2], memory_limit=550.0, microbatches=microbatches))
+    world.costs = [scale] * LAYERS
+    world.train(30)
+    goal = world.goals[0]
+    assert goal.layer_cuts == (0, 4, 6) and "layers to where they fit in memory" in goal.why
+    assert world.answered[0].decision is not None and world.events == []
+    assert world.answered[0].decision.now.time.seconds > world.answered[0].decision.before.seconds
+
+
+def test_layers_that_may_not_move_stay_and_it_is_told_once_that_they_do_not_fit() -> None:
+    world = heavy_end(World([2, 2], memory_limit=550.0, layers=False))
+    world.train(30)
+    assert world.goals == [] and world.events == [("plan", [])]
+    world.speeds = {1: 0.3}
+    world.train(30)
+    assert world.goals[0].layer_cuts == (0, 3, 6) and "micro-batches assigned by speed" in world.goals[0].why
+    assert world.events == [("plan", []), ("slow", [1])]
+    roomy = heavy_end(World([2, 2], memory_limit=600.0, layers=False))
+    roomy.train(30)
+    assert roomy.goals == [] and roomy.events == []
+
+
 def test_other_groupings_are_looked_at_once_while_nothing_changes() -> None:
     world = World([2, 2], stages=True, min_gain=0.9)
     world.train(40)
