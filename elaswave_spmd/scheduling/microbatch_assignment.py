@@ -211,6 +211,27 @@ def count_tree_nodes(starts: np.ndarray, stops: np.ndarray, num_microbatches: in
     return np.where(starts == stops, 0, np.where(stops == num_microbatches, tails[starts], inside))
 
 
+def most_open_sums(starts: np.ndarray, stops: np.ndarray, num_microbatches: int) -> np.ndarray:
+    """max_open_nodes(range(start, stop), num_microbatches) for each pair of `starts` and `stops`: int64, same shape.
+
+    A worker that has added up the micro-batches from `start` to before t holds the tree nodes of this range, those that
+    it has sent included. While it adds the next one it holds no more than before or afterwards. So the result is the
+    largest number of tree nodes of a range [start, t) with t up to `stop`.
+    """
+    ones, width, tails = _bit_tables(num_microbatches)
+    most = np.where((starts < stops) & (stops == num_microbatches), tails[starts], 0)
+    last = np.minimum(stops, num_microbatches - 1)
+    longest = int((stops - starts).max(initial=0))
+    for height in range(min(longest.bit_length() + 1, num_microbatches.bit_length())):
+        # The ranges that end in [middle, middle + 2^height) split at `middle` (`count_tree_nodes`). Of the numbers up
+        # to `rest`, 2^k - 1 with the largest k has the most bits set.
+        middle = ((starts >> height) + 1) << height
+        rest = np.minimum(last - middle, (1 << height) - 1)
+        nodes = ones[middle - starts] + width[np.maximum(rest + 1, 0)] - 1
+        most = np.maximum(most, np.where(rest >= 0, nodes, 0))
+    return most
+
+
 @lru_cache(maxsize=8)
 def _bit_tables(num_microbatches: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(bits set, bit length) of every number that occurs; and, for each a, the tree nodes of [a, num_microbatches)."""

@@ -378,7 +378,9 @@ class _Planner:
     def grouping_of(self, stages: Stages) -> _Grouping:
         """The grouping for these stages, with the candidate assignments of micro-batches."""
         speeds = [self.costs.speeds_of(members) for members in stages]
-        rows, _ = stage_workers(speeds, self.old.num_microbatches, self.settings.memory_limit, self.settings.split)
+        rows, _ = stage_workers(
+            speeds, self.old.num_microbatches, self.settings.memory_limit, self.settings.split, self.rule
+        )
         estimates = MoveEstimates(self.costs, self.old.layer_cuts, old_stages_of(stages, self.old.stages))
         candidates = reassign_microbatches(self.old, self.old.num_microbatches, stages, self.costs, self.settings.align)
         return _Grouping(stages, rows, estimates, candidates)
@@ -612,6 +614,8 @@ class _Planner:
 
     def has_room(self, assignment: Assignment) -> bool:
         """True if no worker needs more memory than it has for this."""
+        if self.settings.memory_limit == self.rule.state_limit == math.inf:
+            return True
         needed = max(memory_of(assignment, self.costs, self.rule, self.tables))
         return needed <= self.settings.memory_limit and needed < math.inf
 
