@@ -122,10 +122,12 @@ class MeasuredCosts:
             return assign_evenly(stages, num_microbatches)
         costs, order, cuts = self.lasting, old.microbatch_order, old.layer_cuts
         candidates = reassign_microbatches(Assignment.of(old), num_microbatches, stages, costs, self._settings.align)
+        # All members wait for this decision, and on a large mesh it takes long to make other candidates, and to compute
+        # the step time of each.
+        if sum(map(len, stages)) > _TIMED_WORKERS or len(stages) != len(cuts) - 1:
+            return next(candidates).counts
         found = [candidate.counts for candidate in candidates]
-        # All members wait for this decision, and on a large mesh it takes long to compute the step time of a candidate.
-        large = sum(map(len, stages)) > _TIMED_WORKERS
-        if len(found) == 1 or len(stages) != len(cuts) - 1 or large:
+        if len(found) == 1:
             return found[0]
         costs = priced(costs, split)
 
@@ -383,8 +385,8 @@ class Rescheduler:
     def _goal(self, decision: Decision) -> Goal | None:
         """The next move, if one gains enough; else None.
 
-        Micro-batches come first, as they move no state; layers are moved when micro-batches gain nothing more. If layers
-        do not fit in memory where they are, they are moved whatever that gains.
+        Micro-batches come first, as they move no state; layers are moved when micro-batches gain nothing more.
+        If layers do not fit in memory where they are, they move whatever that gains.
         """
         before, now, later = decision.before.seconds, decision.now, decision.later
         if not decision.layers_stay:

@@ -21,7 +21,7 @@ for 100,000 workers runs in seconds on a laptop.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, pairwise
@@ -297,25 +297,37 @@ def candidate_assignments(
     microbatch_order: str = CONTIGUOUS,
     starts: Sequence[np.ndarray] | None = None,
     align: float = 0.0,
-) -> tuple[MicrobatchAssignment, ...]:
+) -> Iterator[MicrobatchAssignment]:
     """The assignments to choose from, without doubles: the caller times them, and prefers the first of equal ones.
 
     They are the one by both aims; the one by the first aim alone, since fewer tree nodes sometimes make the pipeline
     wait longer; `level_assignments`, which park workers; and the one with more load and fewer tree nodes, if `align` is
-    above 0. Arguments as for `assign_microbatches`.
+    above 0. Each is made when it is asked for: on a large mesh all of them take seconds. Arguments as for
+    `assign_microbatches`.
     """
-    found = [
-        assign_microbatches(
+    seen: set[tuple[Counts, ...]] = set()
+    for each in _with_doubles(num_microbatches, speeds, microbatch_order, starts, align):
+        if each.counts not in seen:
+            seen.add(each.counts)
+            yield each
+
+
+def _with_doubles(
+    num_microbatches: int,
+    speeds: Sequence[np.ndarray],
+    microbatch_order: str,
+    starts: Sequence[np.ndarray] | None,
+    align: float,
+) -> Iterator[MicrobatchAssignment]:
+    for fewest in (True, False):
+        yield assign_microbatches(
             num_microbatches, speeds, microbatch_order=microbatch_order, starts=starts, fewest_nodes=fewest
         )
-        for fewest in (True, False)
-    ]
-    found += level_assignments(num_microbatches, speeds, microbatch_order=microbatch_order)
+    yield from level_assignments(num_microbatches, speeds, microbatch_order=microbatch_order)
     if align:
-        found.append(
-            assign_microbatches(num_microbatches, speeds, microbatch_order=microbatch_order, starts=starts, align=align)
+        yield assign_microbatches(
+            num_microbatches, speeds, microbatch_order=microbatch_order, starts=starts, align=align
         )
-    return tuple({each.counts: each for each in found}.values())
 
 
 def level_assignments(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise, product
@@ -293,8 +293,8 @@ def _reason_for_now(now: Variant, why_anew: str) -> str:
 
 def reassign_microbatches(
     old: Assignment, num_microbatches: int, stages: Sequence[Sequence[int]], costs: CostModel, align: float
-) -> tuple[MicrobatchAssignment, ...]:
-    """The candidate assignments of micro-batches to the workers of these stages.
+) -> Iterator[MicrobatchAssignment]:
+    """The candidate assignments of micro-batches to the workers of these stages, each made when it is asked for.
 
     Args:
         old: the assignment before, in which some of these workers had micro-batches.
@@ -305,14 +305,17 @@ def reassign_microbatches(
     """
     speeds = [costs.speeds_of(members) for members in stages]
     starts = first_microbatches(stages, old.stages, old.microbatch_counts)
-    found = candidate_assignments(
+    seen: set[tuple[Counts, ...]] = set()
+    for each in candidate_assignments(
         num_microbatches, speeds, microbatch_order=old.microbatch_order, starts=starts, align=align
-    )
+    ):
+        seen.add(each.counts)
+        yield each
     if num_microbatches == old.num_microbatches and (kept := _kept_places(stages, old.stages)) is not None:
         # One more candidate gives newcomers no micro-batches. Otherwise a step could take longer with one worker more.
         as_before = with_parked(old.microbatch_counts, kept, speeds, old.microbatch_order)
-        found = tuple({each.counts: each for each in (*found, as_before)}.values())
-    return found
+        if as_before.counts not in seen:
+            yield as_before
 
 
 def _kept_places(stages: Sequence[Sequence[int]], old: Sequence[Sequence[int]]) -> list[np.ndarray] | None:
@@ -383,7 +386,7 @@ class _Planner:
         )
         estimates = MoveEstimates(self.costs, self.old.layer_cuts, old_stages_of(stages, self.old.stages))
         candidates = reassign_microbatches(self.old, self.old.num_microbatches, stages, self.costs, self.settings.align)
-        return _Grouping(stages, rows, estimates, candidates)
+        return _Grouping(stages, rows, estimates, tuple(candidates))
 
     def now(self, grouping: _Grouping) -> tuple[Candidate, str]:
         """The candidate that can run at once: the old cuts of layers on the present stages, if that fits in memory.

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 
@@ -17,6 +18,7 @@ from elaswave_spmd.controller.rescheduler import MeasuredCosts, ReschedulePolicy
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.recovery.controller_protocol import Goal
 from elaswave_spmd.recovery.messages import Measured
+from elaswave_spmd.scheduling import microbatch_assignment
 from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.rebalance import PlanSettings, plan_change
@@ -327,6 +329,19 @@ def test_microbatches_after_a_loss_are_dealt_to_the_end(sizes: list[int]) -> Non
     counts = world.measured.assign(world.placement, world.placement.mesh.stages, 64)
     assert [len(of_stage) for of_stage in counts] == sizes and all(sum(of_stage) == 64 for of_stage in counts)
     assert all(max(of_stage) - min(of_stage) <= max(1, 64 // len(of_stage)) for of_stage in counts)
+
+
+@pytest.mark.parametrize(("sizes", "made"), [([16, 15], "several"), ([17, 16], "one")])
+def test_on_a_large_mesh_no_assignment_is_made_that_nobody_looks_at(sizes: list[int], made: str) -> None:
+    """Each takes up to seconds there, and all members wait."""
+    world = World(sizes)
+    world.speeds[1] = 0.5
+    world.train(10)
+    with mock.patch.object(
+        microbatch_assignment, "assign_microbatches", wraps=microbatch_assignment.assign_microbatches
+    ) as assign:
+        world.measured.assign(world.placement, world.placement.mesh.stages, 64)
+    assert (assign.call_count == 1) == (made == "one")
 
 
 def test_links_are_as_the_middle_worker_measured_its_own() -> None:
