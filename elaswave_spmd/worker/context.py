@@ -125,7 +125,8 @@ class WorkerHooks:
         clock: sets the frequency of the device within steps (`schedule.frequency`).
         device_recovery: resets a device that fails in the middle of a step, if its kind can be recovered.
         adopted: called with (members) when a controller has come back (`timeouts.adopt`); returns the answer as far as
-            it is about links and the check of the model. None: no controller comes back, and a worker without a controller ends.
+            it is about links and the check of the model. None: no controller comes back, and a worker without a
+            controller ends.
     """
 
     on_point: OnFaultPoint = no_op

@@ -243,9 +243,7 @@ class WorkerProcess:
                 alone = plan.placement.mesh.num_workers == 1
                 check = check_model(model, plan.job, data.train, place, rank=self._rank, alone=alone, checked=checked)
             rows = tuple(map(dataclasses.astuple, check.layers))
-            self._checked = m.Checked(
-                self._rank, check.seconds, rows, check.kinds, check.loss_unchecked, check.samples
-            )
+            self._checked = m.Checked(self._rank, check.seconds, rows, check.kinds, check.loss_unchecked, check.samples)
             self._send(self._checked)
         if self._loader is not None:
             self._loader.pop_waited()  # the time waited for samples of the check does not count as time of a step
