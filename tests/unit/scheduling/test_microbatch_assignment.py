@@ -64,7 +64,8 @@ def test_nodes_of_a_range_are_those_of_the_tree(case):
 @pytest.mark.parametrize("num_microbatches", [1, 2, 7, 8, 13, 24, 33, 64])
 def test_open_sums_of_a_range_are_those_of_the_tree(num_microbatches):
     ranges = [(a, b) for a in range(num_microbatches + 1) for b in range(a, num_microbatches + 1)]
-    found = most_open_sums(*np.array(ranges).T, num_microbatches)
+    starts, stops = np.array(ranges).T
+    found = most_open_sums(starts, stops, num_microbatches)
     assert found.tolist() == [max_open_nodes(range(a, b), num_microbatches) for a, b in ranges]
 
 
