@@ -40,7 +40,7 @@ from elaswave_spmd.recovery.partial_step import recovery_plan
 from elaswave_spmd.scheduling.cost_model import MemoryRule
 from elaswave_spmd.scheduling.pipeline import BACKWARD
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.scheduling.step_time import Assignment, memory_of
+from elaswave_spmd.scheduling.step_time import Assignment, memory_of, open_sums
 from elaswave_spmd.sharding import Shardings
 from elaswave_spmd.sharding.layout import LayerUse, ParameterInfo, lay_out
 from elaswave_spmd.simulator import alike
@@ -114,9 +114,10 @@ def bytes_of_case() -> Bytes:
     settings = Settings.from_dict(settings_of(_CASE, 8 * _CASE.workers, 1, Path("unused")))
     plan = plan_run(settings, prepare_data(data_spec(settings)))
     rule = MemoryRule(plan.placement.shardings, mirror_count=0)
-    whole = max(memory_of(Assignment.of(plan.placement), plan.costs, rule))
+    assignment, gradient = Assignment.of(plan.placement), float(plan.costs.prefix("gradient_bytes")[-1])
+    (sums,), (whole,) = open_sums(assignment.counts, rule), memory_of(assignment, plan.costs, rule)
     # The plan counts a master copy beside the compute buffer; in fp32 with whole parameters both are one tensor.
-    return Bytes(whole - float(plan.costs.prefix("value_bytes")[-1]), float(plan.costs.prefix("gradient_bytes")[-1]))
+    return Bytes(whole - float(plan.costs.prefix("value_bytes")[-1]) - (sums - 1) * gradient, gradient)
 
 
 def memory_rows(each: Sequence[int]) -> list[tuple[Cell, ...]]:

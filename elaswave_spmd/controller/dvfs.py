@@ -9,7 +9,8 @@ figures are modelled, not measured.
 A plan knows the mean times of actions, but not how much they vary. So lower frequencies are tried first: if steps take
 longer with them than without, all devices return to the normal frequency until the mesh changes. During a trial the
 frequencies stay as they are. Measured times change all the time, and frequencies that followed them could never be
-judged.
+judged. They are judged once, by steps just before and after they were ordered: if steps get longer later, that has
+another cause.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ _LEAST_CHANGE = 0.02  # a new pace is not sent if its frequencies differ by less
 _KINDS = {FORWARD: 0, BACKWARD: 1, WEIGHTS: 2}
 
 TRIAL_STEPS = 8
-"""Steps with paces, and at most as many without, whose medians are compared."""
+"""Steps with paces, and at most as many before them, whose medians are compared."""
 
-_FEWEST_WITHOUT = 3  # a trial is judged only if there are at least this many steps without paces
+_FEWEST_BEFORE = 3  # a trial is judged only if there are at least this many steps before it
 _UNDER_WAY = 4  # this many steps after an order are left out, as they may have run partly without it
 _LONGER = 1.05  # a trial fails if its median step takes more than this many times as long, which is beyond noise
 
@@ -66,19 +67,22 @@ class Guard(Protocol):
 
 @dataclass
 class PaceTrial:
-    """The times of steps in one mesh epoch, before workers had paces and since.
+    """The times of steps in one mesh epoch, before the newest order of paces and since.
 
     Args:
         last_s: when the step before was committed; None: it was in another mesh epoch.
-        without, paced: seconds of steps.
+        before: seconds of the last steps before the order, without paces or with those that were kept.
+        paced: seconds of the last steps with the paces that were ordered.
         under_way: steps that are not looked at, as the newest order may not have reached all workers.
+        is_judged: the newest order was judged.
         failed: steps took too long with paces.
     """
 
     last_s: float | None = None
-    without: deque[float] = field(default_factory=lambda: deque(maxlen=TRIAL_STEPS))
+    before: deque[float] = field(default_factory=lambda: deque(maxlen=TRIAL_STEPS))
     paced: deque[float] = field(default_factory=lambda: deque(maxlen=TRIAL_STEPS))
     under_way: int = 0
+    is_judged: bool = False
     failed: bool = False
 
     @property
@@ -88,24 +92,28 @@ class PaceTrial:
 
     def ordered(self) -> None:
         """Paces were sent."""
+        if self.is_complete:  # those before were kept
+            self.before = self.paced.copy()
         self.paced.clear()
         self.under_way = _UNDER_WAY
+        self.is_judged = False
 
     def committed(self, now_s: float, has_paces: bool) -> float | None:
-        """A step is committed. Returns how many times as long steps take with paces, once that is too long."""
+        """A step is committed. Returns how many times as long steps take with the paces, if that is found too long."""
         last_s, self.last_s = self.last_s, now_s
         if last_s is None or self.failed:
             return None
         if not has_paces:
-            self.without.append(now_s - last_s)
+            self.before.append(now_s - last_s)
             return None
         self.under_way -= 1
         if self.under_way >= 0:
             return None
         self.paced.append(now_s - last_s)
-        if not self.is_complete or len(self.without) < _FEWEST_WITHOUT:
+        if self.is_judged or not self.is_complete or len(self.before) < _FEWEST_BEFORE:
             return None
-        times = median(self.paced) / median(self.without)
+        self.is_judged = True
+        times = median(self.paced) / median(self.before)
         self.failed = times > _LONGER
         return times if self.failed else None
 
@@ -209,7 +217,7 @@ class Frequencies:
         times = self._trial.committed(now, bool(self._paces))
         if times is None:
             return []
-        why = f"steps took {times:.2f} times as long with hints as without"
+        why = f"steps took {times:.2f} times as long with hints as before them"
         return self._withdrawn(placement, step, {"why": why}, f"normal again: {why}")
 
     def _withdrawn(self, placement: Placement, step: int, about: Mapping[str, object], message: str) -> list[Action]:

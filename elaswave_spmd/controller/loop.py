@@ -342,6 +342,8 @@ class Controller:
             if isinstance(event, AgentBack):
                 self._ready |= event.workers
                 self._roster.begin_at(1 + max(event.made, default=-1))
+            if isinstance(event, Received) and isinstance(event.message, m.Adopted):
+                self._checked_before(event.message.checked)
             actions = adopter.decide(event, now)
             if adopter.is_over:
                 self._adopter = None
@@ -428,8 +430,7 @@ class Controller:
             case m.Checked() if message.rank in self._roster:
                 if (error := self._model_checks.difference(message)) is not None:
                     return failures.computes_otherwise(message.rank, error, now)
-                if protocol.split is None:
-                    protocol.layers_tried(self._model_checks.split)
+                self._layers_tried()
                 return self._model_checks.passed(message)
             case m.Constructed() if message.rank in self._roster:
                 if (error := self._model_checks.constructions.difference(message)) is not None:
@@ -479,6 +480,20 @@ class Controller:
             case _:
                 raise AssertionError(f"the controller got {message}")
         return []
+
+    def _checked_before(self, message: m.Checked | None) -> None:
+        """A worker that is adopted says what its check of the model found, before the first epoch of this controller.
+
+        So limits in flight go on to fit `schedule.memory_limit`, and backwards may go on to run in two parts.
+        """
+        if message is not None:
+            self._model_checks.adopted(message)
+            self._layers_tried()
+
+    def _layers_tried(self) -> None:
+        """Tell the protocol which layers can run their backward in two parts, if it does not know."""
+        if self.protocol.split is None:
+            self.protocol.layers_tried(self._model_checks.split)
 
     def _heard(self, beat: m.Heartbeat, now: float, *, is_relayed: bool) -> list[Action]:
         self._supervision.heartbeat(beat, now)

@@ -66,6 +66,14 @@ class ModelChecks:
                 return _other_run(name)
         return None
 
+    def adopted(self, message: m.Checked) -> None:
+        """A worker that is adopted had this result when it started: the controller before has compared and recorded it.
+
+        What a layer keeps, and which layers can run their backward in two parts, is known again by it.
+        """
+        self._first = self._first or message
+        self._is_recorded = True
+
     @property
     def split(self) -> SplitBackward | None:
         """The layers whose backward may run in two parts, by the first worker's report; None if there are none."""

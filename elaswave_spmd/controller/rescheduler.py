@@ -122,10 +122,12 @@ class MeasuredCosts:
             return assign_evenly(stages, num_microbatches)
         costs, order, cuts = self.lasting, old.microbatch_order, old.layer_cuts
         candidates = reassign_microbatches(Assignment.of(old), num_microbatches, stages, costs, self._settings.align)
+        # All members wait for this decision, and on a large mesh it takes long to make other candidates, and to compute
+        # the step time of each.
+        if sum(map(len, stages)) > _TIMED_WORKERS or len(stages) != len(cuts) - 1:
+            return next(candidates).counts
         found = [candidate.counts for candidate in candidates]
-        # All members wait for this decision, and on a large mesh it takes long to compute the step time of a candidate.
-        large = sum(map(len, stages)) > _TIMED_WORKERS
-        if len(found) == 1 or len(stages) != len(cuts) - 1 or large:
+        if len(found) == 1:
             return found[0]
         costs = priced(costs, split)
 
@@ -224,6 +226,7 @@ class Rescheduler:
         self._planned: Planned | None = None  # the last plan
         self._is_planning = False
         self._reviewed = 0  # the step of the last review
+        self._told_of_memory = -1  # the mesh epoch in which it was recorded that layers which may not move do not fit
         self._content = 0  # the number of reviews in a row that found nothing to move
         self._slow: set[int] = set()
         self._too_slow: defaultdict[int, int] = defaultdict(int)  # rank -> reviews in a row that found it too slow
@@ -315,12 +318,15 @@ class Rescheduler:
         Args:
             decision: None if no placement fits in memory.
         """
-        if decision is None or decision.before.seconds < _SHORT_STEP_S:
+        if decision is None:
             return []
-        step = self._reviewed
-        actions = self._name_slow(costs, step)
-        if drained := self._drain_slowest(costs):
-            return [*actions, *drained]
+        step, actions = self._reviewed, self._short_of_memory(decision)
+        if decision.before.seconds >= _SHORT_STEP_S:
+            actions += self._name_slow(costs, step)
+            if drained := self._drain_slowest(costs):
+                return [*actions, *drained]
+        elif decision.layers_stay:
+            return actions
         goal = self._goal(decision)
         if goal is None:
             self._asked = None
@@ -358,6 +364,7 @@ class Rescheduler:
                 split=protocol.split,
                 align=settings.align,
                 stage_counts=None if settings.layers and settings.stages else (),
+                keeps_layers=not settings.layers,
             ),
             protocol.running,
         )
@@ -379,13 +386,29 @@ class Rescheduler:
         """The next move, if one gains enough; else None.
 
         Micro-batches come first, as they move no state; layers are moved when micro-batches gain nothing more.
+        If layers do not fit in memory where they are, they move whatever that gains.
         """
         before, now, later = decision.before.seconds, decision.now, decision.later
+        if not decision.layers_stay:
+            last = decision.last
+            return self._goal_of(last.assignment, before, last.time.seconds, "layers to where they fit in memory")
         if self._settings.microbatches and now.time.seconds <= before * (1 - self._settings.min_gain):
             return self._goal_of(now.assignment, before, now.time.seconds, "micro-batches assigned by speed")
         if self._settings.layers and later is not None and later.time.seconds <= before * (1 - self._settings.min_gain):
             return self._goal_of(later.assignment, before, later.time.seconds, "layers by cost")
         return None
+
+    def _short_of_memory(self, decision: Decision) -> list[Action]:
+        """Record, once in each mesh epoch, that layers do not fit in memory where they are and may not move."""
+        epoch = self._protocol.placement.mesh.epoch
+        if not decision.lacks or self._settings.layers or self._told_of_memory == epoch:
+            return []
+        self._told_of_memory = epoch
+        why = (
+            f"the fullest worker lacks {decision.lacks:,.0f} B of schedule.memory_limit, "
+            "and layers stay (schedule.layers=false)"
+        )
+        return [Record("plan", {"ranks": [], "mesh_epoch": epoch, "reason": why, "message": why})]
 
     def _goal_of(self, there: Assignment, before: float, after: float, what: str) -> Goal | None:
         here = self._protocol.placement

@@ -509,6 +509,11 @@ def _refused_adoption(bounds: MessageBounds, message: m.Adopted, at: ControllerP
         return VALUE
     if not all(0 <= report.epoch <= at.last_epoch for report in (*message.applied, *message.damaged)):
         return EPOCH
+    if (check := message.checked) is not None:
+        if check.rank != message.rank:
+            return VALUE
+        if why := SIZE if len(check.loss_unchecked) > LONGEST_TEXT else _refused_check(bounds, check):
+            return why
     good = all(bounds.has_ranges(report.page_ranges, STATE, LOSS) for report in message.damaged)
     return "" if good and all(0 <= peer < at.num_ranks for peer in message.closed) else PLACE
 

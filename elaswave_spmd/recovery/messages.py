@@ -915,8 +915,10 @@ class Measured(Message, frozen=True):
     Args:
         rows: times of layer programs, as worker.profiling.Row.
         memory: the memory that micro-batches keep of layers that are new to the worker, as worker.profiling.MemoryRow.
+            To a controller that came back, all layers are reported once more.
         compiled: the number of programs that the worker has compiled so far.
-        link: (latency in s, bandwidth in bytes/s) of its link to a neighbour, once they are known; else empty.
+        link: (latency in s, bandwidth in bytes/s) of its link to a neighbour, once to each controller, when they are
+            known; else empty.
         weights: times of weight gradients that were put off, as worker.profiling.WeightsRow.
         data_seconds: the seconds that the worker waited for the samples of the step; None in the message that is sent
             after the step.
@@ -1077,7 +1079,11 @@ class Adopted(Message, frozen=True):
         leaves: True if it has got SIGTERM.
         is_suspect: True if its results in the step under way differ from those of another worker, so that it does not
             vote for the step.
+        checked: its report of the check of the model, from which the controller knows what layers keep, and which can
+            run their backward in two parts; None if there was no check.
     """
+
+    NUM_OPTIONS = 1
 
     rank: int
     generation: int
@@ -1089,6 +1095,7 @@ class Adopted(Message, frozen=True):
     closed: tuple[int, ...] = ()
     leaves: bool = False
     is_suspect: bool = False
+    checked: Checked | None = None
 
 
 class OfGeneration(Message, frozen=True):

@@ -302,18 +302,25 @@ class MemoryRule:
         """The part of a stage's state that one of `size` workers has."""
         return min(1.0, (1 + self.mirror_count) / size) if self.state_is_sharded else 1.0
 
+    @cached_property
+    def gradients_are_sharded(self) -> bool:
+        """True if the workers of a stage share its gradient sums; else each has those of all layers."""
+        return self.shardings.grads.splits_workers
+
     def gradient_share(self, size: int) -> float:
-        """The part of a stage's gradient sums that one of `size` workers has.
+        """The part of a stage's gradients that each sum has which one of `size` workers holds.
 
         Sharded gradients are sent as soon as their layer is done, so that only one worker's part stays.
         """
-        return 1.0 / size if self.shardings.grads.splits_workers else 1.0
+        return 1.0 / size if self.gradients_are_sharded else 1.0
 
     def mirrors(self, size: int, workers: int) -> int:
         """The mirrors of each page in a stage of `size` workers, of so many in all."""
         return min(self.mirror_count, (size if size > 1 else workers) - 1) if self.state_is_sharded else size - 1
 
-    def stage_bytes(self, costs: CostModel, *, size: int, microbatches: int, in_flight: int) -> np.ndarray:
+    def stage_bytes(
+        self, costs: CostModel, *, size: int, microbatches: int, in_flight: int, sums: int = 1
+    ) -> np.ndarray:
         """float64 [layers + 1, layers + 1]: bytes of a worker of a stage with layers [row, column).
 
         They are parameters, gradients, state, activations of the micro-batches in flight, and the tensors that its
@@ -324,10 +331,12 @@ class MemoryRule:
             size: number of workers of the stage.
             microbatches: micro-batches of the worker in a step.
             in_flight: the most micro-batches that it has between forward and backward.
+            sums: gradient sums that it holds at once (`step_time.open_sums`).
         """
         cuts = np.arange(len(costs.layers) + 1)
         first, stop = cuts[:, None], cuts[None, :]
-        return self.worker_bytes(costs, first, stop, size=size, microbatches=microbatches, in_flight=in_flight)
+        counted = {"size": size, "microbatches": microbatches, "in_flight": in_flight, "sums": sums}
+        return self.worker_bytes(costs, first, stop, **counted)
 
     def worker_bytes(
         self,
@@ -338,10 +347,11 @@ class MemoryRule:
         size: int,
         microbatches: int,
         in_flight: int,
+        sums: int = 1,
     ) -> np.ndarray:
         """The entries of `stage_bytes` for the layers from `first` to before `stop`, float64 of their common shape."""
         state = self.state_share(size) * costs.prefix("state_bytes")
-        whole = costs.prefix("value_bytes") + self.gradient_share(size) * costs.prefix("gradient_bytes") + state
+        whole = costs.prefix("value_bytes") + sums * self.gradient_share(size) * costs.prefix("gradient_bytes") + state
         whole = whole + min(microbatches, in_flight) * costs.prefix("activation_bytes")
         ends = costs.bytes_at_cuts * microbatches
         found = whole[stop] - whole[first]

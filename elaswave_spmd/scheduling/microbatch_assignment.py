@@ -21,7 +21,7 @@ for 100,000 workers runs in seconds on a laptop.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, pairwise
@@ -211,6 +211,27 @@ def count_tree_nodes(starts: np.ndarray, stops: np.ndarray, num_microbatches: in
     return np.where(starts == stops, 0, np.where(stops == num_microbatches, tails[starts], inside))
 
 
+def most_open_sums(starts: np.ndarray, stops: np.ndarray, num_microbatches: int) -> np.ndarray:
+    """max_open_nodes(range(start, stop), num_microbatches) for each pair of `starts` and `stops`: int64, same shape.
+
+    A worker that has added up the micro-batches from `start` to before t holds the tree nodes of this range, those that
+    it has sent included. While it adds the next one it holds no more than before or afterwards. So the result is the
+    largest number of tree nodes of a range [start, t) with t up to `stop`.
+    """
+    ones, width, tails = _bit_tables(num_microbatches)
+    most = np.where((starts < stops) & (stops == num_microbatches), tails[starts], 0)
+    last = np.minimum(stops, num_microbatches - 1)
+    longest = int((stops - starts).max(initial=0))
+    for height in range(min(longest.bit_length() + 1, num_microbatches.bit_length())):
+        # The ranges that end in [middle, middle + 2^height) split at `middle` (`count_tree_nodes`). Of the numbers up
+        # to `rest`, 2^k - 1 with the largest k has the most bits set.
+        middle = ((starts >> height) + 1) << height
+        rest = np.minimum(last - middle, (1 << height) - 1)
+        nodes = ones[middle - starts] + width[np.maximum(rest + 1, 0)] - 1
+        most = np.maximum(most, np.where(rest >= 0, nodes, 0))
+    return most
+
+
 @lru_cache(maxsize=8)
 def _bit_tables(num_microbatches: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(bits set, bit length) of every number that occurs; and, for each a, the tree nodes of [a, num_microbatches)."""
@@ -276,25 +297,37 @@ def candidate_assignments(
     microbatch_order: str = CONTIGUOUS,
     starts: Sequence[np.ndarray] | None = None,
     align: float = 0.0,
-) -> tuple[MicrobatchAssignment, ...]:
+) -> Iterator[MicrobatchAssignment]:
     """The assignments to choose from, without doubles: the caller times them, and prefers the first of equal ones.
 
     They are the one by both aims; the one by the first aim alone, since fewer tree nodes sometimes make the pipeline
     wait longer; `level_assignments`, which park workers; and the one with more load and fewer tree nodes, if `align` is
-    above 0. Arguments as for `assign_microbatches`.
+    above 0. Each is made when it is asked for: on a large mesh all of them take seconds. Arguments as for
+    `assign_microbatches`.
     """
-    found = [
-        assign_microbatches(
+    seen: set[tuple[Counts, ...]] = set()
+    for each in _with_doubles(num_microbatches, speeds, microbatch_order, starts, align):
+        if each.counts not in seen:
+            seen.add(each.counts)
+            yield each
+
+
+def _with_doubles(
+    num_microbatches: int,
+    speeds: Sequence[np.ndarray],
+    microbatch_order: str,
+    starts: Sequence[np.ndarray] | None,
+    align: float,
+) -> Iterator[MicrobatchAssignment]:
+    for fewest in (True, False):
+        yield assign_microbatches(
             num_microbatches, speeds, microbatch_order=microbatch_order, starts=starts, fewest_nodes=fewest
         )
-        for fewest in (True, False)
-    ]
-    found += level_assignments(num_microbatches, speeds, microbatch_order=microbatch_order)
+    yield from level_assignments(num_microbatches, speeds, microbatch_order=microbatch_order)
     if align:
-        found.append(
-            assign_microbatches(num_microbatches, speeds, microbatch_order=microbatch_order, starts=starts, align=align)
+        yield assign_microbatches(
+            num_microbatches, speeds, microbatch_order=microbatch_order, starts=starts, align=align
         )
-    return tuple({each.counts: each for each in found}.values())
 
 
 def level_assignments(

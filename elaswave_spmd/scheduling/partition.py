@@ -66,6 +66,7 @@ class StageWorkers:
         in_flight: the most micro-batches that a worker has between forward and backward.
         memory_limit: bytes that each worker has.
         fastest: the speed of its fastest worker.
+        sums: gradient sums that a worker holds at once (`step_time.open_sums`).
     """
 
     size: int
@@ -74,6 +75,7 @@ class StageWorkers:
     in_flight: int = 1
     memory_limit: float = math.inf
     fastest: float = 1.0
+    sums: int = 1
 
     @property
     def most_in_flight(self) -> int:
@@ -186,15 +188,16 @@ def _is_limited(stages: Sequence[StageWorkers], rule: MemoryRule) -> bool:
 
 def _memory(costs: CostModel, stages: Sequence[StageWorkers], rule: MemoryRule) -> list[np.ndarray]:
     """Per stage, float64[layers + 1, layers + 1]: bytes of one worker."""
-    keys = [(stage.size, stage.microbatches, stage.most_in_flight) for stage in stages]
-    known = {key: rule.stage_bytes(costs, size=key[0], microbatches=key[1], in_flight=key[2]) for key in set(keys)}
+    keys = [(stage.size, stage.microbatches, stage.most_in_flight, stage.sums) for stage in stages]
+    names = "size", "microbatches", "in_flight", "sums"
+    known = {key: rule.stage_bytes(costs, **dict(zip(names, key, strict=True))) for key in set(keys)}
     return [known[key] for key in keys]
 
 
 def _worker_bytes(costs: CostModel, stage: StageWorkers, rule: MemoryRule, layers: tuple[int, int]) -> float:
     """The bytes of one worker of a stage with the layers [first, stop)."""
-    size, microbatches, in_flight = stage.size, stage.microbatches, stage.most_in_flight
-    return float(rule.worker_bytes(costs, *layers, size=size, microbatches=microbatches, in_flight=in_flight))
+    counted = {"size": stage.size, "microbatches": stage.microbatches, "in_flight": stage.most_in_flight}
+    return float(rule.worker_bytes(costs, *layers, **counted, sums=stage.sums))
 
 
 def _allowed(

@@ -25,6 +25,9 @@ from elaswave_spmd.scheduling.cost_model import CostModel
 _Seconds = tuple[float, float]
 """(forward, backward) of one micro-batch."""
 
+_LongRun = tuple[tuple[float, ...], float]
+"""Logarithms of a layer's seconds: in the first steps, as many as `window`; and those that it takes in the long run."""
+
 SLOWEST, FASTEST = 0.02, 50.0
 """The smallest and the largest relative speed that are reported: what is slower or faster counts as these."""
 
@@ -81,7 +84,7 @@ class ProfileSmoother:
             off, oldest first.
         workers: rank -> its relative speeds in the last steps, oldest first.
         reported: rank -> the speed to plan with.
-        usual: layer -> (steps in which it was measured, the logarithm of the seconds that it takes in the long run).
+        usual: layer -> the logarithms of its seconds in the first steps and in the long run.
     """
 
     num_layers: int
@@ -91,7 +94,7 @@ class ProfileSmoother:
     shares: Mapping[int, tuple[float, ...]] = field(default_factory=dict, hash=False)
     workers: Mapping[int, tuple[float, ...]] = field(default_factory=dict, hash=False)
     reported: Mapping[int, float] = field(default_factory=dict, hash=False)
-    usual: Mapping[int, tuple[int, float]] = field(default_factory=dict, hash=False)
+    usual: Mapping[int, _LongRun] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         assert self.num_layers > 0 and self.window > 0 and 0 < self.grain < 1, self
@@ -120,7 +123,7 @@ class ProfileSmoother:
         for layer in by_layer.keys() - expected.keys():
             expected[layer] = median_low(s.seconds * self._speed(s.rank) for s in by_layer[layer])
         now = {rank: median(expected[s.layer] / s.seconds for s in some) for rank, some in by_rank.items()}
-        usual = self._usual_after(by_layer, expected)
+        usual = self._usual_after(by_layer)
         for ranks, of_layers in _parts(by_layer):
             factor = _excess({layer: by_layer[layer] for layer in of_layers}, now, usual)
             now |= {rank: now[rank] / factor for rank in ranks}
@@ -136,15 +139,20 @@ class ProfileSmoother:
         found = replace(self, layers=layers, shares=shares, workers=workers, usual=usual)
         return replace(found, reported=found._rounded())
 
-    def _usual_after(
-        self, by_layer: Mapping[int, Sequence[LayerSample]], expected: Mapping[int, float]
-    ) -> dict[int, tuple[int, float]]:
-        """`usual` after a step. Of the first steps, in which caches are cold, none counts more than another one."""
+    def _usual_after(self, by_layer: Mapping[int, Sequence[LayerSample]]) -> dict[int, _LongRun]:
+        """`usual` after a step.
+
+        It begins as the median over the first steps. A mean would keep what one odd step among them has added, such as
+        one with cold caches, for as long as the long run lasts.
+        """
         found = dict(self.usual)
         for layer, some in by_layer.items():
-            steps, before = found.get(layer, (0, math.log(expected[layer])))
-            weight = 1 / (steps + 1) if steps < self.window else _LONG_RUN
-            found[layer] = steps + 1, before + weight * (math.log(median_low(s.seconds for s in some)) - before)
+            first, before = found.get(layer, ((), 0.0))
+            now = math.log(median_low(s.seconds for s in some))
+            if len(first) < self.window:
+                found[layer] = (*first, now), median((*first, now))
+            else:
+                found[layer] = first, before + _LONG_RUN * (now - before)
         return found
 
     def forget(self, ranks: Collection[int]) -> ProfileSmoother:
@@ -206,7 +214,7 @@ def _parts(by_layer: Mapping[int, Sequence[LayerSample]]) -> list[tuple[set[int]
 
 
 def _excess(
-    by_layer: Mapping[int, Sequence[LayerSample]], speeds: Mapping[int, float], usual: Mapping[int, tuple[int, float]]
+    by_layer: Mapping[int, Sequence[LayerSample]], speeds: Mapping[int, float], usual: Mapping[int, _LongRun]
 ) -> float:
     """How much longer layers are than usual, all taken together, if their workers have these speeds."""
     corrected = (median_low(s.seconds * speeds[s.rank] for s in some) for some in by_layer.values())

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise, product
@@ -152,6 +152,7 @@ class Decision:
         frequency: the step time and energy with the hints; None if none were asked for.
         remaining_steps: the number of steps over which a move had to pay.
         reasons: the reasons in words, one line each.
+        lacks: the bytes that the fullest worker lacks for `now`, as no layer may move; 0 if it fits in memory.
     """
 
     before: StepTime
@@ -162,6 +163,7 @@ class Decision:
     frequency: FrequencyPlan | None
     remaining_steps: int
     reasons: tuple[str, ...]
+    lacks: float = 0.0
 
     @property
     def last(self) -> Variant:
@@ -199,6 +201,8 @@ class PlanSettings:
         align: the fraction by which loads may exceed the least possible ones if fewer sums have to be sent then
             (`schedule.align`).
         stage_counts: the numbers of stages that may replace the present number; None for any, () for none.
+        keeps_layers: True if no layer may move (`schedule.layers=false`): not even if layers do not fit in memory where
+            they are. If stages are lost, their layers move all the same.
         frequencies: the range of frequencies that devices can be set to; None if no hints are wanted.
     """
 
@@ -209,6 +213,7 @@ class PlanSettings:
     split: SplitBackward | None = None
     align: float = 0.0
     stage_counts: Collection[int] | None = None
+    keeps_layers: bool = False
     frequencies: FrequencyRange | None = None
 
     @property
@@ -264,15 +269,19 @@ def plan_change(
     grouping = planner.grouping_of(present)
     at_once, why_anew = planner.now(grouping)
     now = at_once.planned(moves.at_once(*at_once.key))
-    later, why = planner.later(grouping, at_once)
+    later, why = None, "layers stay (schedule.layers=false)"
+    if not settings.keeps_layers:
+        later, why = planner.later(grouping, at_once)
     reasons = [_reason_for_now(now, why_anew), why]
+    if lacks := planner.lacks(now.assignment):
+        reasons.append(f"that does not fit in memory: the fullest worker lacks {lacks:,.0f} B")
     hints: tuple[Hint, ...] = ()
     plan = None
     if settings.frequencies is not None:
         plan, hints = frequency_hints((later or now).assignment, costs, settings.frequencies, goal_s)
         reasons.append(str(plan))
     before = planner.before(running)
-    return Decision(before, now, later, not why_anew, hints, plan, remaining_steps, tuple(reasons))
+    return Decision(before, now, later, not why_anew, hints, plan, remaining_steps, tuple(reasons), lacks)
 
 
 def _reason_for_now(now: Variant, why_anew: str) -> str:
@@ -284,8 +293,8 @@ def _reason_for_now(now: Variant, why_anew: str) -> str:
 
 def reassign_microbatches(
     old: Assignment, num_microbatches: int, stages: Sequence[Sequence[int]], costs: CostModel, align: float
-) -> tuple[MicrobatchAssignment, ...]:
-    """The candidate assignments of micro-batches to the workers of these stages.
+) -> Iterator[MicrobatchAssignment]:
+    """The candidate assignments of micro-batches to the workers of these stages, each made when it is asked for.
 
     Args:
         old: the assignment before, in which some of these workers had micro-batches.
@@ -296,14 +305,17 @@ def reassign_microbatches(
     """
     speeds = [costs.speeds_of(members) for members in stages]
     starts = first_microbatches(stages, old.stages, old.microbatch_counts)
-    found = candidate_assignments(
+    seen: set[tuple[Counts, ...]] = set()
+    for each in candidate_assignments(
         num_microbatches, speeds, microbatch_order=old.microbatch_order, starts=starts, align=align
-    )
+    ):
+        seen.add(each.counts)
+        yield each
     if num_microbatches == old.num_microbatches and (kept := _kept_places(stages, old.stages)) is not None:
         # One more candidate gives newcomers no micro-batches. Otherwise a step could take longer with one worker more.
         as_before = with_parked(old.microbatch_counts, kept, speeds, old.microbatch_order)
-        found = tuple({each.counts: each for each in (*found, as_before)}.values())
-    return found
+        if as_before.counts not in seen:
+            yield as_before
 
 
 def _kept_places(stages: Sequence[Sequence[int]], old: Sequence[Sequence[int]]) -> list[np.ndarray] | None:
@@ -369,20 +381,24 @@ class _Planner:
     def grouping_of(self, stages: Stages) -> _Grouping:
         """The grouping for these stages, with the candidate assignments of micro-batches."""
         speeds = [self.costs.speeds_of(members) for members in stages]
-        rows, _ = stage_workers(speeds, self.old.num_microbatches, self.settings.memory_limit, self.settings.split)
+        rows, _ = stage_workers(
+            speeds, self.old.num_microbatches, self.settings.memory_limit, self.settings.split, self.rule
+        )
         estimates = MoveEstimates(self.costs, self.old.layer_cuts, old_stages_of(stages, self.old.stages))
         candidates = reassign_microbatches(self.old, self.old.num_microbatches, stages, self.costs, self.settings.align)
-        return _Grouping(stages, rows, estimates, candidates)
+        return _Grouping(stages, rows, estimates, tuple(candidates))
 
     def now(self, grouping: _Grouping) -> tuple[Candidate, str]:
         """The candidate that can run at once: the old cuts of layers on the present stages, if that fits in memory.
+
+        If layers may not move, the old cuts stay even if that does not fit.
 
         Returns:
             The candidate, and why it has other cuts, in words; empty if it has the old ones.
         """
         if len(grouping.stages) == self.old.num_stages:
             kept = self.settled_candidate(grouping, self.old.layer_cuts)
-            if self.fits(kept):
+            if self.settings.keeps_layers or self.fits(kept):
                 return self.tune(grouping, kept), ""
             why = "the layers where they are do not fit in memory any more"
         else:
@@ -601,8 +617,15 @@ class _Planner:
 
     def has_room(self, assignment: Assignment) -> bool:
         """True if no worker needs more memory than it has for this."""
+        if self.settings.memory_limit == self.rule.state_limit == math.inf:
+            return True
         needed = max(memory_of(assignment, self.costs, self.rule, self.tables))
         return needed <= self.settings.memory_limit and needed < math.inf
+
+    def lacks(self, assignment: Assignment) -> float:
+        """The bytes that the fullest worker lacks for this; 0 if it has enough."""
+        needed = max(memory_of(assignment, self.costs, self.rule, self.tables))
+        return needed - self.settings.memory_limit if needed > self.settings.memory_limit else 0.0
 
     def total(self, candidate: Candidate) -> float:
         """The seconds until the end of the run: all remaining steps, and the estimated move."""

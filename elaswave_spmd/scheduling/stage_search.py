@@ -23,7 +23,14 @@ from elaswave_spmd.scheduling.microbatch_assignment import balanced_counts, fast
 from elaswave_spmd.scheduling.partition import Partition, StageWorkers, partition
 from elaswave_spmd.scheduling.pipeline import in_flight_limits
 from elaswave_spmd.scheduling.split_backward import SplitBackward, executed
-from elaswave_spmd.scheduling.step_time import Assignment, bound, stage_seconds, traffic_bytes, weights_seconds
+from elaswave_spmd.scheduling.step_time import (
+    Assignment,
+    bound,
+    open_sums,
+    stage_seconds,
+    traffic_bytes,
+    weights_seconds,
+)
 
 MOST_NUMBERS = 24
 """The most numbers of stages that are tried on a large mesh: those with the smallest lower bounds."""
@@ -151,6 +158,7 @@ def stage_workers(
     num_microbatches: int,
     memory_limit: float,
     split: SplitBackward | None = None,
+    rule: MemoryRule = REPLICATED,
 ) -> tuple[list[StageWorkers], list[np.ndarray]]:
     """The arguments of `partition` for these stages, and per stage the balanced micro-batches of each worker.
 
@@ -159,16 +167,17 @@ def stage_workers(
         memory_limit: bytes of each worker.
         split: where backwards are in two parts, fewer micro-batches are in flight where memory is short
             (`SplitBackward.executed`): what has to fit is one.
+        rule: the specs, which decide how many gradient sums a worker holds.
     """
     counts = once_each(lambda v: balanced_counts(num_microbatches, v), with_equal_shared(speeds))
     if split is None:
         limits = in_flight_limits([len(v) for v in speeds], once_each(np.ndarray.tolist, counts))
     else:
         limits = (1,) * len(speeds)
-    rows = zip(speeds, counts, limits, strict=True)
+    rows = zip(speeds, counts, limits, open_sums(counts, rule), strict=True)
     found = [
-        StageWorkers(len(v), float((c / v).max()), int(c.max()), limit, memory_limit, float(v.max()))
-        for v, c, limit in rows
+        StageWorkers(len(v), float((c / v).max()), int(c.max()), limit, memory_limit, float(v.max()), held)
+        for v, c, limit, held in rows
     ]
     return found, counts
 
@@ -431,7 +440,7 @@ class Groupings:
         """
         parts = [slice(a, b) for a, b in pairwise(accumulate(sizes, initial=0))]
         speeds = [self.speeds[part] for part in parts]
-        rows, counts = stage_workers(speeds, self.num_microbatches, self.memory_limit, self.split)
+        rows, counts = stage_workers(speeds, self.num_microbatches, self.memory_limit, self.split, self.rule)
         moves = MoveEstimates(self.costs, self.old_cuts, [self.was[part] for part in parts])
         table = moves.table(self.rule)
         both = tolerance == 0.0 and len(sizes) > 1 and len(self.order) <= PARTITIONED_WORKERS

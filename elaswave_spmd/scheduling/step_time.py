@@ -27,7 +27,7 @@ from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.scheduling.action_graph import ActionGraph
 from elaswave_spmd.scheduling.cost_model import REPLICATED, CostModel, MemoryRule
 from elaswave_spmd.scheduling.equal_stages import once_each
-from elaswave_spmd.scheduling.microbatch_assignment import count_tree_nodes
+from elaswave_spmd.scheduling.microbatch_assignment import count_tree_nodes, most_open_sums
 from elaswave_spmd.scheduling.pipeline import (
     BACKWARD,
     FORWARD,
@@ -288,8 +288,35 @@ def step_time_below(
     )
 
 
-MemoryTables = dict[tuple[int, int, int], np.ndarray]
-"""(workers of a stage, most micro-batches of one of them, limit in flight) -> the table of `MemoryRule.stage_bytes`."""
+MemoryTables = dict[tuple[int, int, int, int], np.ndarray]
+"""(workers of a stage, most micro-batches of one of them, limit in flight, most gradient sums) -> the table of
+`MemoryRule.stage_bytes`."""
+
+
+def open_sums(counts: Sequence[np.ndarray], rule: MemoryRule) -> list[int]:
+    """For each stage, the most gradient sums that a worker holds at once, each of `MemoryRule.gradient_share`.
+
+    A worker adds up its micro-batches as far as the reduction tree allows. It holds a sum for each node that is open,
+    and keeps those that it has sent until the step is decided. It takes turns between micro-batches that go different
+    ways through the stages, and those of one way come in ascending order. So this is an upper bound: the sums of each
+    way by itself. If gradients are sharded, each worker adds up its part of the gradients of all micro-batches.
+
+    Args:
+        counts: for each stage, int64 [workers]: the number of micro-batches.
+        rule: the specs.
+    """
+    number = int(counts[0].sum())
+    if rule.gradients_are_sharded:
+        return [int(most_open_sums(np.zeros(1, np.int64), np.array([number]), number)[0])] * len(counts)
+    ends = once_each(np.cumsum, counts)
+    # A stable sort takes next to no time for what is a few ascending runs. Cuts that come twice bound nothing.
+    cuts = np.sort(np.concatenate([[0], *{id(of_stage): of_stage for of_stage in ends}.values()]), kind="stable")
+    each = most_open_sums(cuts[:-1], cuts[1:], number)
+
+    def of_fullest(of_stage: np.ndarray) -> int:
+        return int(np.bincount(np.searchsorted(of_stage, cuts[:-1], "right"), each).max())
+
+    return once_each(of_fullest, ends)
 
 
 def memory_of(
@@ -305,10 +332,13 @@ def memory_of(
     """
     found = []
     tables = {} if known is None else known
+    sums = open_sums(assignment.counts, rule)
     for s, microbatches in enumerate(once_each(max, assignment.microbatch_counts)):
-        key = size, _, in_flight = len(assignment.microbatch_counts[s]), microbatches, assignment.limits[s]
+        key = size, _, in_flight, _ = len(assignment.stages[s]), microbatches, assignment.limits[s], sums[s]
         if key not in tables:
-            tables[key] = rule.stage_bytes(costs, size=size, microbatches=microbatches, in_flight=in_flight)
+            tables[key] = rule.stage_bytes(
+                costs, size=size, microbatches=microbatches, in_flight=in_flight, sums=sums[s]
+            )
         found.append(float(tables[key][assignment.layer_cuts[s], assignment.layer_cuts[s + 1]]))
     return found
 

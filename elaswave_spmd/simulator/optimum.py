@@ -20,7 +20,7 @@ from elaswave_spmd.scheduling.cost_model import REPLICATED, CostModel, MemoryRul
 from elaswave_spmd.scheduling.microbatch_assignment import candidate_assignments, least_load
 from elaswave_spmd.scheduling.placement import CONTIGUOUS
 from elaswave_spmd.scheduling.split_backward import SplitBackward, best_limits, executed
-from elaswave_spmd.scheduling.step_time import Assignment, memory_of, step_time
+from elaswave_spmd.scheduling.step_time import Assignment, memory_of, open_sums, step_time
 
 Counts = tuple[int, ...]
 
@@ -138,7 +138,7 @@ class _Search:
                 # All layers must have a stage, and all workers a place, at the same moment.
                 if (ends and (any(others) or number not in allowed)) or (not ends and number >= most):
                     continue
-                this = max(sofar, self.stage_s(first, stop, used, left))
+                this = max(sofar, self.stage_s(first, stop, used))
                 after = max(this, 0.0 if ends else self.rest(stop, others))
                 if after < math.inf:
                     item = after, next(numbers), this, (*stages, (first, stop, used)), others
@@ -152,19 +152,21 @@ class _Search:
                 for stop in range(len(self.costs.layers) if last else first + 1, len(self.costs.layers) + 1):
                     yield stop, used
 
-    def stage_s(self, first: int, stop: int, used: Counts, left: Counts) -> float:
+    def stage_s(self, first: int, stop: int, used: Counts) -> float:
         """A lower bound of a step with this stage: the way of the first micro-batch, and all its micro-batches."""
-        if self.memory_limit < math.inf and self.memory(used, left)[first, stop] > self.memory_limit:
-            return math.inf
+        if self.memory_limit < math.inf:
+            is_last = stop == len(self.costs.layers)
+            if self.memory(sum(used), is_last=is_last)[first, stop] > self.memory_limit:
+                return math.inf
         fastest = self.classes[0][0]
-        return float(self.way[first] / fastest + self.least(used)[0] * (self.total[stop] - self.total[first]))
+        return float(self.way[first] / fastest + self.load(used) * (self.total[stop] - self.total[first]))
 
     @cached_property
     def _known(self) -> dict[tuple[int, Counts], float]:
         return {}
 
     @cached_property
-    def _tables(self) -> dict[tuple[int, int, int], np.ndarray]:
+    def _tables(self) -> dict[tuple[int, bool], np.ndarray]:
         return {}
 
     def rest(self, first: int, left: Counts) -> float:
@@ -173,7 +175,7 @@ class _Search:
         if key not in self._known:
             found = math.inf
             for stop, used in self.options(first, left):
-                this = self.stage_s(first, stop, used, left)
+                this = self.stage_s(first, stop, used)
                 others = tuple(a - b for a, b in zip(left, used, strict=True))
                 if stop == len(self.costs.layers):
                     found = found if any(others) else min(found, this)
@@ -183,29 +185,37 @@ class _Search:
         return self._known[key]
 
     @cached_property
-    def _loads(self) -> dict[Counts, tuple[float, int]]:
+    def _loads(self) -> dict[Counts, float]:
         return {}
 
-    def least(self, used: Counts) -> tuple[float, int]:
-        """(largest load, most micro-batches of a worker) of a stage with so many workers of each class."""
+    def load(self, used: Counts) -> float:
+        """The least largest load of a stage with so many workers of each class."""
         if used not in self._loads:
-            speeds = self.speeds(used)
-            load = least_load(self.num_microbatches, speeds)
-            self._loads[used] = load, math.floor(load * speeds.max() + 1e-9)
+            self._loads[used] = least_load(self.num_microbatches, self.speeds(used))
         return self._loads[used]
 
     def speeds(self, used: Counts) -> np.ndarray:
         """float64[workers] of a stage."""
         return np.repeat([speed for speed, _ in self.classes], used)
 
-    def memory(self, used: Counts, left: Counts) -> np.ndarray:
-        """A lower bound of the bytes of a worker of a stage, with `left` workers in it and in the stages after it."""
-        size, microbatches = sum(used), self.least(used)[1]
-        key = size, microbatches, -(-sum(left) // size)
-        if key not in self._tables:
-            self._tables[key] = self.rule.stage_bytes(
-                self.costs, size=size, microbatches=microbatches, in_flight=key[2]
-            )
+    def memory(self, size: int, *, is_last: bool) -> np.ndarray:
+        """A lower bound of the bytes of the fullest worker of a stage, whatever the assignment of micro-batches.
+
+        Args:
+            size: the number of its workers.
+            is_last: no stage comes after it.
+        """
+        if (key := (size, is_last)) not in self._tables:
+            microbatches = -(-self.num_microbatches // size)
+            # Where another stage comes after it, two micro-batches are in flight by the usual rule, of columns that are
+            # left if workers are parked as well. With backwards in two parts, memory may leave room for one alone.
+            in_flight = 1 if is_last or self.split is not None else 2
+            # A range of 2^k - 1 micro-batches has k nodes of the tree at least, wherever it begins.
+            sums = max(1, microbatches.bit_length() - 1)
+            if self.rule.gradients_are_sharded:
+                (sums,) = open_sums([np.array([self.num_microbatches])], self.rule)
+            counted = {"size": size, "microbatches": microbatches, "in_flight": in_flight, "sums": sums}
+            self._tables[key] = self.rule.stage_bytes(self.costs, **counted)
         return self._tables[key]
 
     def timed(self, stages: Sequence[Stage]) -> tuple[float, Assignment]:

@@ -121,6 +121,7 @@ def make(settings: Settings, named: Collection[str], event: str) -> Plan:
         split=case.split,
         align=schedule.align,
         stage_counts=None if schedule.layers and schedule.stages else (),
+        keeps_layers=not schedule.layers,
         frequencies=limits if schedule.frequency != "none" else None,
     )
     began = perf_counter()
@@ -132,10 +133,6 @@ def make(settings: Settings, named: Collection[str], event: str) -> Plan:
         stages=case.change.stages(mesh),
         goal_s=before.seconds,
     )
-    # plan_change has no switch for layers alone, so a move that it has found is dropped here.
-    if not schedule.layers and decision.later is not None:
-        reasons = (*decision.reasons[:-1], "layers stay (schedule.layers=false)")
-        decision = replace(decision, later=None, hints=(), frequency=None, reasons=reasons)
     return Plan(case, decision, before, source, perf_counter() - began)
 
 

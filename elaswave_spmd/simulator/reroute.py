@@ -6,8 +6,11 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.scheduling.cost_model import CostModel
-from elaswave_spmd.scheduling.step_time import Assignment, reduction_tail_s, traffic_bytes
+from elaswave_spmd.scheduling.step_time import Assignment, open_sums, reduction_tail_s, traffic_bytes
 from elaswave_spmd.simulator.engine import SHARED, execute
 from elaswave_spmd.simulator.policies import Case, Outcome
 from elaswave_spmd.simulator.work import Work, owners_of
@@ -97,7 +100,9 @@ def _room(case: Case, work: Work) -> tuple[int, ...]:
     for stage, members in enumerate(work.stages):
         first, stop = work.layer_cuts[stage : stage + 2]
         microbatches = -(-work.num_microbatches // len(members))
-        fixed = rule.stage_bytes(case.costs, size=len(members), microbatches=microbatches, in_flight=0)[first, stop]
+        (sums,) = open_sums([np.array(even_counts(work.num_microbatches, len(members)))], rule)
+        counted = {"size": len(members), "microbatches": microbatches, "in_flight": 0, "sums": sums}
+        fixed = rule.stage_bytes(case.costs, **counted)[first, stop]
         room = (case.memory_limit - fixed) / max(1, int(kept[stop] - kept[first]))
         found.append(int(min(max(room, case.healthy.limits[stage]), work.num_microbatches)))
     return tuple(found)

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import numpy as np
+
 from elaswave_spmd.errors import PlanError
-from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
+from elaswave_spmd.scheduling.cost_model import REPLICATED, CostModel, MemoryRule
 from elaswave_spmd.scheduling.partition import StageWorkers, partition
-from elaswave_spmd.scheduling.step_time import Assignment, step_time, traffic_bytes
+from elaswave_spmd.scheduling.step_time import Assignment, open_sums, step_time, traffic_bytes
 from elaswave_spmd.simulator.policies import MOST_ACTIONS, Case, Outcome, columns_of
 
 
@@ -116,7 +118,8 @@ class _Chains:
         """
         number = min(size, len(self._costs.layers))
         if number not in self._cuts:
-            rows = [StageWorkers(1, 1.0, self._microbatches, number - s, self._limit) for s in range(number)]
+            (sums,) = open_sums([np.array([self._microbatches])], REPLICATED)
+            rows = [StageWorkers(1, 1.0, self._microbatches, number - s, self._limit, sums=sums) for s in range(number)]
             try:
                 self._cuts[number] = partition(self._costs, rows).cuts
             except PlanError:

@@ -124,8 +124,9 @@ class WorkerHooks:
         pairs: the pairs with other workers that send or receive boundary tensors and state (`runtime.pairs`).
         clock: sets the frequency of the device within steps (`schedule.frequency`).
         device_recovery: resets a device that fails in the middle of a step, if its kind can be recovered.
-        link_facts: called with (members); returns the answer to a controller that has come back (`timeouts.adopt`).
-            None: no controller comes back, and a worker without a controller ends.
+        adopted: called with (members) when a controller has come back (`timeouts.adopt`); returns the answer as far as
+            it is about links and the check of the model. None: no controller comes back, and a worker without a
+            controller ends.
     """
 
     on_point: OnFaultPoint = no_op
@@ -142,7 +143,7 @@ class WorkerHooks:
     pairs: Pairs | None = None
     clock: DeviceClock | None = None
     device_recovery: DeviceRecovery | None = None
-    link_facts: Callable[[Iterable[int]], m.Adopted] | None = None
+    adopted: Callable[[Iterable[int]], m.Adopted] | None = None
 
     def computed(self, point: FaultPoint, step: int, result: Tensor) -> Tensor:
         """The result that the worker goes on with: `result`, unless a wrong one is injected at this point."""

@@ -56,7 +56,7 @@ class Executor:
     def __init__(self, context: WorkerContext, first: Configuration, saved: Saved | None = None) -> None:
         self.rank = context.rank
         self._attempts = Attempts()
-        self._reports = KeptReports() if context.hooks.link_facts is not None else None
+        self._reports = KeptReports() if context.hooks.adopted is not None else None
         channel = context.channel if self._reports is None else KeepingChannel(context.channel, self._reports)
         self.direct = self._direct_over(channel, context)
         """The channel whose payloads go from device to device (`runtime.pairs`); None with the option off."""
@@ -472,14 +472,15 @@ class Executor:
 
         Whatever is under way goes on. The new controller begins with a Prepare, whose answer has everything else.
         """
-        link_facts, reports = self._context.hooks.link_facts, self._reports
-        if link_facts is None or reports is None:
+        adopted, reports = self._context.hooks.adopted, self._reports
+        if adopted is None or reports is None:
             return
         # It begins with a change of the mesh after a given step. Until its Prepare has come this worker begins no step,
         # so that it is not past that step by then.
         self.is_orphaned, self._was_just_adopted = False, True
+        self._context.model.programs.memory.report_again()
         answer = replace_fields(
-            link_facts(self.placement.mesh.members),
+            adopted(self.placement.mesh.members),
             version=self.version,
             applied=tuple(reports.applied),
             damaged=tuple(reports.damaged),

@@ -149,7 +149,8 @@ def plan_run(
 
     Args:
         topology: the failure domains of the workers; None: all on one host.
-        costs: of an earlier run, by which layers are balanced; None: by their numbers of elements.
+        costs: of an earlier run, by which layers are balanced; None: by their numbers of elements. The bytes of state,
+            parameters and gradients are always those of this run.
 
     Raises:
         UserError: a model, mesh, spec or size that contradicts another.
@@ -175,7 +176,8 @@ def plan_run(
         placement = placement.with_new_replicas(layout, settings.mirror.count, settings.mirror.scatter)
     if settings.runtime.device == EMULATED:
         settings.emulated.check_layers(len(layout.layers))
-    costs = (costs or estimates).with_links(settings.schedule.latency, settings.schedule.bandwidth)
+    costs = _with_sizes(costs or estimates, estimates)
+    costs = costs.with_links(settings.schedule.latency, settings.schedule.bandwidth)
     # What the model is not given, such as a dataset's counter, is no part of what a run is.
     m, sizes = settings.model, settings.model.sizes(settings.train.seq_len, data.vocab_size)
     data = replace(data, attributes=attributes_given(m.target, sizes, m.args, data.attributes))
@@ -252,6 +254,15 @@ def _unmeasured(job: Job, layout: ModelLayout) -> CostModel:
             LayerCost(layer.name, seconds, 0.0, state_bytes=state, value_bytes=values, gradient_bytes=gradient)
         )
     return CostModel(tuple(layers), 1e9, 1e-4)
+
+
+def _with_sizes(costs: CostModel, own: CostModel) -> CostModel:
+    """Costs with the sizes of this run's layers: a run that was measured may have had another optimizer or dtype."""
+    layers = tuple(
+        replace(cost, state_bytes=size.state_bytes, value_bytes=size.value_bytes, gradient_bytes=size.gradient_bytes)
+        for cost, size in zip(costs.layers, own.layers, strict=True)
+    )
+    return replace(costs, layers=layers)
 
 
 def _job(settings: Settings, data: PreparedData) -> Job:

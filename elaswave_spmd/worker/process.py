@@ -11,10 +11,11 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, cast
 
+from msgspec.structs import replace as replace_fields
 from torch import Tensor
 
 from elaswave_spmd.conf.schema import Settings
@@ -134,7 +135,8 @@ class WorkerProcess:
         self._progress = Progress(waiting=True, action="start")
         self._step = 0
         self._is_ready = False
-        self._link_reported = False
+        self._link_reported = False  # to the present controller
+        self._checked: m.Checked | None = None  # the report of the check of the model
         self._deadline: float | None = None  # how long to wait without a controller (time.monotonic()); None: it lives
         self._is_abandoned = False  # the agent is gone as well
         self._before_loss: Callable[[], None] = lambda: None  # called before an injected death, to note its time
@@ -242,7 +244,8 @@ class WorkerProcess:
                 alone = plan.placement.mesh.num_workers == 1
                 check = check_model(model, plan.job, data.train, place, rank=self._rank, alone=alone, checked=checked)
             rows = tuple(map(dataclasses.astuple, check.layers))
-            self._send(m.Checked(self._rank, check.seconds, rows, check.kinds, check.loss_unchecked, check.samples))
+            self._checked = m.Checked(self._rank, check.seconds, rows, check.kinds, check.loss_unchecked, check.samples)
+            self._send(self._checked)
         if self._loader is not None:
             self._loader.pop_waited()  # the time waited for samples of the check does not count as time of a step
         if model.made is not None and not (begins and self._rank in plan.placement.mesh):
@@ -325,7 +328,7 @@ class WorkerProcess:
             pairs=self._pairs,
             clock=self._clock if self._clock is None or trace is None else TracedClock(self._clock, trace),
             device_recovery=DeviceRecovery(self._device) if self._device.kind.capabilities.recovers else None,
-            link_facts=channel.link_facts if self._settings.timeouts.adopt is not None else None,
+            adopted=partial(self._adopted, channel) if self._settings.timeouts.adopt is not None else None,
             **({"layer_ran": trace.action} if trace is not None else {}),
         )
         way: Channel = channel if trace is None else TracedChannel(channel, trace)
@@ -513,6 +516,11 @@ class WorkerProcess:
 
     def _send_data_wait(self, step: int, seconds: float) -> None:
         self._send(m.Measured(self._rank, step, (), data_seconds=seconds))
+
+    def _adopted(self, channel: SocketChannel, members: Iterable[int]) -> m.Adopted:
+        """Begin the answer to a controller that has come back. What only the one before was told is told again."""
+        self._link_reported = False
+        return replace_fields(channel.link_facts(members), checked=self._checked)
 
     def _members_changed(self, message: m.Reconfigure) -> None:
         """Open links to new peers, and close links to workers that are no members or no peers any more.

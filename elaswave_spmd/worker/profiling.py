@@ -6,7 +6,7 @@ rescheduling of a run are computed from. Neither changes a bit of what is traine
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, KeysView
 from dataclasses import dataclass, field
 
 import torch
@@ -70,15 +70,16 @@ class LayerMemory:
     """
 
     def __init__(self) -> None:
-        self.known: set[int] = set()
-        """The layers that have been measured; read-only for others."""
+        self._rows: dict[int, MemoryRow] = {}  # by layer
+        self.known: KeysView[int] = self._rows.keys()
+        """The layers that have been measured."""
         self._new: list[MemoryRow] = []
 
     def note(self, layer: int, kept: int, output: int) -> None:
         """Records the bytes that a layer keeps for one micro-batch, and the bytes of its output, unless it is known."""
-        if layer not in self.known:
-            self.known.add(layer)
-            self._new.append((layer, kept, output))
+        if layer not in self._rows:
+            self._rows[layer] = (layer, kept, output)
+            self._new.append(self._rows[layer])
 
     def measure(self, layer: int, x: Activation, values: Tensor, run: Callable[[], Activation]) -> Activation:
         """Runs a layer forward and records what autograd saves for its backward, its input `x` included.
@@ -115,3 +116,7 @@ class LayerMemory:
         new = self._new
         self._new = []
         return tuple(new)
+
+    def report_again(self) -> None:
+        """Make the next `pop_rows` return all layers measured so far: another controller knows none of them."""
+        self._new = list(self._rows.values())

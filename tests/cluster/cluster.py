@@ -848,7 +848,7 @@ class SimulatedCluster:
             save=lambda _: self._save(worker),
             clock=self._clock(),
             device_recovery=DeviceRecovery(cast(Device, FailingDevice())) if self._devices_fail else None,
-            link_facts=self._facts_of(worker),
+            adopted=self._facts_of(worker),
             members_changed=lambda message: self._note_peers(worker.rank, message),
         )
 

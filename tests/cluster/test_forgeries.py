@@ -43,6 +43,12 @@ BOUNDS: MessageBounds = replace(message_bounds(JOB, RUN.description.layout, spaw
 DIGESTS = ((1, bytes(512), b"", bytes(512)), (2, bytes(512), bytes(512), bytes(512)))
 SENDER, PAGES = 1, (1, 0, 1)
 RESULT = (bytes(512), b"1234")
+CHECKED = m.Checked(
+    SENDER,
+    0.5,
+    ((0, 1, 10, 20, 0, bytes(16)), (1, len(BOUNDS.layout.layers) - 1, 10, 20, 30, bytes(16))),
+    (0, *(1,) * (len(BOUNDS.layout.layers) - 1)),
+)
 ELEMENTS = BOUNDS.num_elements(PAGES, "state") or 0
 FRAMES = 10_000
 AT_CONTROLLER = ControllerPosition(version=3, last_epoch=2, num_ranks=3, ready={0, 2})
@@ -72,7 +78,7 @@ TO_WORKER: Mapping[m.AnyMessage, int | None] = {
     m.PairReceived(17): None,
     m.PairLost(2, SENDER, 0, "timeout"): None,
 }
-ADOPTED = m.Adopted(SENDER, 2, 4, 2, b"columns", (m.Applied(4, 2, SENDER, 2.5, 1.5, True),))
+ADOPTED = m.Adopted(SENDER, 2, 4, 2, b"columns", (m.Applied(4, 2, SENDER, 2.5, 1.5, True),), checked=CHECKED)
 REPORTS: tuple[m.AnyMessage, ...] = (
     m.Ready(SENDER, "tcp://127.0.0.1:1234", True, 3),
     m.StepReport(2, SENDER, 3, (PART,)),
@@ -102,12 +108,7 @@ REPORTS: tuple[m.AnyMessage, ...] = (
     m.SumsDiffer(SENDER, 2, 4, *PAGES, 0, RESULT, RESULT),
     m.AddedUp(SENDER, 2, 4, *PAGES, False, ((1, 0, 2, bytes(512)),)),
     m.AddedUp(SENDER, 2, 4, *PAGES, True, ((1, 0, 2, bytes(512)), (1, 2, 4, bytes(512))), (RESULT,)),
-    m.Checked(
-        SENDER,
-        0.5,
-        ((0, 1, 10, 20, 0, bytes(16)), (1, len(BOUNDS.layout.layers) - 1, 10, 20, 30, bytes(16))),
-        (0, *(1,) * (len(BOUNDS.layout.layers) - 1)),
-    ),
+    CHECKED,
     m.Constructed(SENDER, (("block0.weight", False, bytes(16)), ("block0.table", True, bytes(range(16))))),
     m.Refused(SENDER, {"what": "a layer draws", "rule": "keyed", "fix": "KeyedDropout"}),
     ADOPTED,

@@ -15,6 +15,7 @@ import pytest
 from elaswave_spmd.run_dir import read_events, read_summary
 from elaswave_spmd.run_dir.journal import read_journal
 from elaswave_spmd.run_dir.lock import LOCK
+from elaswave_spmd.worker.plan_run import read_profile
 from tests.faults.fault_runs import TINY, Bits, go_on
 from tests.multiprocess import patient_model
 from tests.multiprocess.real_runs import Launched, eventually, launch, write_text
@@ -23,6 +24,7 @@ from tests.waiting import eventually as waiting
 
 STEPS = 40
 KILLS = 5
+UNMEASURED_BANDWIDTH = 1e9  # bytes per second that plans begin with
 AT = 10  # the step at which a controller is killed: the ones after it take half a minute, or until `go` is there
 Undisturbed = Callable[[int], Bits]
 MODEL = ("model.target=patient_model.PatientGPT", "+model.args.go=go", "+model.args.growth=1.1")
@@ -89,6 +91,20 @@ def test_a_controller_that_is_killed_five_times_is_adopted_from_five_times(
     assert done.err.count("another one takes its place") == KILLS
     assert "controller came back as generation 2 after" in done.out
     assert_nothing_was_done_again(folder, undisturbed(STEPS), KILLS + 1)
+
+
+def test_what_layers_keep_and_links_take_is_told_to_the_next_controller(folder: Path) -> None:
+    measuring = ("schedule.microbatches=true", "schedule.min_gain=0.99", "schedule.every=1", "schedule.window=1")
+    with launch(folder, "--supervise", *WORDS, *measuring) as run:
+        killed_at(run, AT)
+        go_on(folder)
+        done = run.finish()
+    assert done.code == 0, done.err
+    assert len(comebacks(folder)) == 1
+    found = read_profile(str(folder / "run" / "costs.json"))
+    assert all(layer.boundary_bytes for layer in found.layers[:-1])
+    assert any(layer.activation_bytes for layer in found.layers)
+    assert found.bandwidth != UNMEASURED_BANDWIDTH
 
 
 def test_a_controller_that_is_stopped_is_killed_and_writes_nothing_any_more(

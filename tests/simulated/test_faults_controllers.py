@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from unittest import mock
 
+import msgspec
 import pytest
 
-from elaswave_spmd.conf.schema import ElasticSettings
+from elaswave_spmd.conf.schema import ElasticSettings, ScheduleSettings
+from elaswave_spmd.controller.model_checks import ModelChecks
+from elaswave_spmd.controller.resume import Adoption
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import ProtocolAction
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Predecessor
 from elaswave_spmd.recovery.generations import ControllerFence
+from elaswave_spmd.worker.context import WorkerHooks
 from elaswave_spmd.worker.kept_reports import KeptReports
 from tests.cluster.cluster import WAYS, ControllerKilled, SimulatedCluster
 from tests.cluster.faults import SENDER, Fault, MessageFault
+from tests.cluster.processes import Worker
 from tests.cluster.schedules import Schedule, cluster_of, judge, run, run_many, undisturbed
 from tests.cluster.starting import Starting
 from tests.cluster.tiny import TinyRun
@@ -128,6 +134,55 @@ def test_without_that_members_wait_for_each_other_in_two_mesh_epochs() -> None:
 
     with mock.patch.object(ControllerProtocol, "come_back", without):
         assert not half_told(1)
+
+
+class Measuring(SimulatedCluster):
+    """A cluster with little memory whose workers have checked their model: controllers that come back know what its
+    layers keep by the workers alone."""
+
+    in_flight: list[tuple[int, ...]]  # the limits in flight with which each mesh epoch after a comeback began
+    memory: dict[int, list[tuple[int, int, int]]]  # rank -> the memory of layers that it has reported
+
+    def _make_controller(self, adoption: Adoption | None) -> None:
+        super()._make_controller(adoption)
+        controller = self.controller
+        limited = replace(controller._plan.settings, schedule=ScheduleSettings(memory_limit=1.0))
+        controller._model_checks = ModelChecks(replace(controller._plan, settings=limited))
+        if adoption is None:
+            self.in_flight, self.memory = [], defaultdict(list)
+        else:
+            controller.protocol.split = None  # it is found out only now
+
+    def _facts_of(self, worker: Worker) -> Callable[[Iterable[int]], m.Adopted] | None:
+        facts, layers = super()._facts_of(worker), len(self._description.layout.layers)
+        assert facts is not None
+        checked = m.Checked(worker.rank, 0.1, ((0, layers, 5, 6, 7, bytes(16)),), (0,) * layers)
+        return lambda members: msgspec.structs.replace(facts(members), checked=checked)
+
+    def _hooks_of(self, worker: Worker) -> WorkerHooks:
+        def measured(step: int, rows: object, weights: object, memory: Sequence[tuple[int, int, int]]) -> None:
+            self.memory[worker.rank].extend(memory)
+
+        return replace(super()._hooks_of(worker), step_measured=measured)
+
+    def epoch_begun(self) -> None:
+        super().epoch_begun()
+        if self.result.comebacks:
+            self.in_flight.append(self.protocol.running.limits)
+
+
+def test_a_controller_that_comes_back_is_told_of_the_memory_that_layers_take() -> None:
+    schedule = Schedule(1, TinyRun(microbatches=6, steps=8), "dp2_pp2", deaths=(30, 30))
+    cluster = cluster_of(schedule, kind=Measuring)
+    assert isinstance(cluster, Measuring)
+    how, failure, detail = judge(schedule, cluster, undisturbed(schedule.run.key))
+    assert how == "bits" and not failure, detail
+    assert cluster.result.comebacks == 2
+    assert {*cluster.in_flight} == {(1, 1)}, "no more micro-batches than there is memory for, from the first mesh on"
+    assert cluster.memory.keys() == {0, 1, 2, 3}
+    for rows in cluster.memory.values():
+        # At most once to each controller: the second one may have died before the end of a step.
+        assert {*Counter(rows).values()} <= {2, 3} and len({*rows}) == len({layer for layer, *_ in rows})
 
 
 class DyingAgain(SimulatedCluster):

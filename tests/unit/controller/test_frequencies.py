@@ -114,6 +114,11 @@ class World:
                 self.rescheduler.report(Measured(rank, self.step, tuple(rows)))
 
     @property
+    def hints(self) -> list[dict[int, Any]]:
+        """The paces of all events about frequencies; without any where they are normal again."""
+        return [event["paces"] for event in self.events if event["event"] == "frequency"]
+
+    @property
     def set_to(self) -> dict[int, tuple[float, ...]]:
         return {rank: message.frequencies for rank, message in self.sent.items()}
 
@@ -215,7 +220,7 @@ def test_hints_that_make_steps_longer_are_withdrawn_until_the_mesh_changes() -> 
     world.train(60)
     hints, withdrawn = world.events
     assert hints["ranks"] == withdrawn["ranks"] == [2, 3, 4] and withdrawn["paces"] == {}
-    assert withdrawn["why"] == "steps took 1.50 times as long with hints as without"
+    assert withdrawn["why"] == "steps took 1.50 times as long with hints as before them"
     assert hints["step"] + TRIAL_STEPS <= withdrawn["step"] <= hints["step"] + 2 * TRIAL_STEPS
     assert world.set_to == dict.fromkeys(range(5), (1.0,)) and world.sent[4].order == ()
     assert world.rescheduler.begun(world.placement, world.step) == [], "they are normal already"
@@ -230,6 +235,31 @@ def test_hints_stay_where_steps_take_as_long_as_before(paced_step_s: float) -> N
     world.train(80)
     (event,) = world.events
     assert event["paces"]
+
+
+def test_steps_that_get_longer_later_withdraw_no_hints() -> None:
+    """Something else makes them longer: the hints were judged when they were new."""
+    world = uneven()
+    world.train(40)
+    world.paced_step_s = 2.0
+    world.train(40)
+    (event,) = world.events
+    assert event["paces"]
+
+
+@pytest.mark.parametrize(("longer", "stays"), [(1.0, True), (1.5, False)])
+def test_other_hints_are_judged_by_the_steps_just_before_them(longer: float, stays: bool) -> None:
+    world = uneven()
+    world.train(40)
+    world.paced_step_s = 2.0
+    world.train(20)
+    world.speeds[1] = 0.6  # asks for other hints
+    world.train(5)
+    while len(world.hints) == 1:
+        world.train(1)
+    world.paced_step_s *= longer
+    world.train(40)
+    assert len(world.hints) >= 2 and bool(world.hints[-1]) == stays
 
 
 def test_a_few_long_steps_withdraw_no_hints() -> None:

@@ -67,6 +67,14 @@ def test_backwards_are_whole_from_the_first_step_on_where_nothing_is_to_be_put_o
     assert found.split is not None and found.split.keeps_whole == keeps_whole
 
 
+def test_a_controller_that_comes_back_knows_the_layers_by_the_workers_that_it_adopts() -> None:
+    found = checks()
+    found.adopted(checked(1, put_off=30))
+    assert found.split is not None and found.split.layers == (1, 2)
+    assert found.difference(checked(3)) is None and found.passed(checked(3)) == [], "it was recorded before"
+    assert found.difference(checked(4, OTHER)) is not None, "newcomers are compared with those that are here"
+
+
 def test_other_bits_are_told_with_both_workers_and_their_hosts() -> None:
     found = checks()
     assert found.difference(checked(1)) is None

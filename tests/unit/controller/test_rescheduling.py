@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 
@@ -17,6 +18,7 @@ from elaswave_spmd.controller.rescheduler import MeasuredCosts, ReschedulePolicy
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.recovery.controller_protocol import Goal
 from elaswave_spmd.recovery.messages import Measured
+from elaswave_spmd.scheduling import microbatch_assignment
 from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.rebalance import PlanSettings, plan_change
@@ -249,6 +251,39 @@ def test_a_memory_limit_that_nothing_fits_in_is_told_once_and_ends_nothing() -> 
     assert [kind for kind, _ in world.events] == ["plan"] and not world.goals
 
 
+def heavy_end(world: World) -> World:
+    """The last three layers take twice as many bytes as the first three."""
+    base = world.measured._base
+    sized = tuple(replace(layer, value_bytes=100 if i < 3 else 200) for i, layer in enumerate(base.layers))
+    world.measured._base = replace(base, layers=sized)
+    return world
+
+
+@pytest.mark.parametrize("microbatches", [True, False])
+@pytest.mark.parametrize("scale", [1.0, 1e-3], ids=["long steps", "short steps"])
+def test_layers_that_do_not_fit_where_they_are_are_moved_whatever_that_gains(microbatches: bool, scale: float) -> None:
+    world = heavy_end(World([2, 2], memory_limit=550.0, microbatches=microbatches))
+    world.costs = [scale] * LAYERS
+    world.train(30)
+    goal = world.goals[0]
+    assert goal.layer_cuts == (0, 4, 6) and "layers to where they fit in memory" in goal.why
+    assert world.answered[0].decision is not None and world.events == []
+    assert world.answered[0].decision.now.time.seconds > world.answered[0].decision.before.seconds
+
+
+def test_layers_that_may_not_move_stay_and_it_is_told_once_that_they_do_not_fit() -> None:
+    world = heavy_end(World([2, 2], memory_limit=550.0, layers=False))
+    world.train(30)
+    assert world.goals == [] and world.events == [("plan", [])]
+    world.speeds = {1: 0.3}
+    world.train(30)
+    assert world.goals[0].layer_cuts == (0, 3, 6) and "micro-batches assigned by speed" in world.goals[0].why
+    assert world.events == [("plan", []), ("slow", [1])]
+    roomy = heavy_end(World([2, 2], memory_limit=600.0, layers=False))
+    roomy.train(30)
+    assert roomy.goals == [] and roomy.events == []
+
+
 def test_other_groupings_are_looked_at_once_while_nothing_changes() -> None:
     world = World([2, 2], stages=True, min_gain=0.9)
     world.train(40)
@@ -294,6 +329,19 @@ def test_microbatches_after_a_loss_are_dealt_to_the_end(sizes: list[int]) -> Non
     counts = world.measured.assign(world.placement, world.placement.mesh.stages, 64)
     assert [len(of_stage) for of_stage in counts] == sizes and all(sum(of_stage) == 64 for of_stage in counts)
     assert all(max(of_stage) - min(of_stage) <= max(1, 64 // len(of_stage)) for of_stage in counts)
+
+
+@pytest.mark.parametrize(("sizes", "made"), [([16, 15], "several"), ([17, 16], "one")])
+def test_on_a_large_mesh_no_assignment_is_made_that_nobody_looks_at(sizes: list[int], made: str) -> None:
+    """Each takes up to seconds there, and all members wait."""
+    world = World(sizes)
+    world.speeds[1] = 0.5
+    world.train(10)
+    with mock.patch.object(
+        microbatch_assignment, "assign_microbatches", wraps=microbatch_assignment.assign_microbatches
+    ) as assign:
+        world.measured.assign(world.placement, world.placement.mesh.stages, 64)
+    assert (assign.call_count == 1) == (made == "one")
 
 
 def test_links_are_as_the_middle_worker_measured_its_own() -> None:

@@ -221,6 +221,19 @@ def test_a_slow_first_step_does_not_last():
     assert costs.speeds == () and [ly.forward_s for ly in costs.layers] == pytest.approx([1, 2, 3, 4])
 
 
+@pytest.mark.parametrize("odd", range(5))
+@pytest.mark.parametrize("workers", [(0, 1), (0, 2, 1)], ids=["lone workers", "a stage of two"])
+def test_an_odd_step_among_the_first_does_not_last(odd, workers):
+    """The first stage takes ten times as long in one step, as with a cold start."""
+    smoother, healthy = ProfileSmoother(4), dict.fromkeys(workers, 1.0)
+    for step in range(12):
+        cold = {rank: 0.1 for rank in workers if step == odd and rank % 2 == 0}
+        smoother = observed(smoother, {**healthy, **cold}, [1, 2, 3, 4])
+        if step >= 5:
+            assert smoother.costs(BASE).speeds == (), step
+    assert [ly.forward_s for ly in smoother.costs(BASE).layers] == pytest.approx([1, 2, 3, 4])
+
+
 @given(st.lists(st.floats(0.975, 1.025), min_size=30, max_size=30))
 @settings(deadline=None)
 def test_noise_around_the_edge_of_a_grain_changes_no_speed(noise):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaswave_spmd.determinism.reduction_tree import maximal_nodes
+from elaswave_spmd.determinism.reduction_tree import max_open_nodes, maximal_nodes
 from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.scheduling import microbatch_assignment
 from elaswave_spmd.scheduling.microbatch_assignment import (
@@ -19,6 +19,7 @@ from elaswave_spmd.scheduling.microbatch_assignment import (
     count_tree_nodes,
     least_load,
     max_counts,
+    most_open_sums,
 )
 
 SPEEDS = st.lists(st.sampled_from([0.1, 0.25, 0.5, 0.7, 1.0, 1.0, 1.0, 1.3, 2.0]) | st.floats(0.05, 4), min_size=1)
@@ -58,6 +59,14 @@ def test_nodes_of_a_range_are_those_of_the_tree(case):
     start, stop = sorted(ends)
     found = count_tree_nodes(np.array([start]), np.array([stop]), num_microbatches)
     assert found.tolist() == [len(maximal_nodes(range(start, stop), num_microbatches))]
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 7, 8, 13, 24, 33, 64])
+def test_open_sums_of_a_range_are_those_of_the_tree(num_microbatches):
+    ranges = [(a, b) for a in range(num_microbatches + 1) for b in range(a, num_microbatches + 1)]
+    starts, stops = np.array(ranges).T
+    found = most_open_sums(starts, stops, num_microbatches)
+    assert found.tolist() == [max_open_nodes(range(a, b), num_microbatches) for a, b in ranges]
 
 
 @given(SPEEDS, st.integers(0, 9))

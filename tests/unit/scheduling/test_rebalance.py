@@ -201,6 +201,16 @@ def test_layers_that_do_not_fit_any_more_are_moved_before_going_on():
         plan_change(placement, costs, 10, PlanSettings(memory_limit=500.0), stages=present)
 
 
+def test_a_plan_leaves_room_for_all_sums_of_gradients():
+    """A worker with 8 micro-batches holds three gradients at once."""
+    placement = placed([2, 2], 16, 6)
+    layers = tuple(replace(layer, gradient_bytes=100 * (i > 1)) for i, layer in enumerate(costs_of([1.0] * 6).layers))
+    costs = CostModel(layers, 1e9)
+    for limit, cuts in ((900.0, (0, 3, 6)), (899.0, (0, 4, 6))):
+        asked = PlanSettings(memory_limit=limit, stage_counts=())
+        assert plan_change(placement, costs, 10, asked).now.assignment.layer_cuts == cuts
+
+
 @pytest.mark.parametrize("memory_limit", [370.0, 421.0, 600.0, 2000.0])
 def test_where_only_fewer_in_flight_fit_there_is_a_plan(memory_limit):
     """A slow worker gets fewer micro-batches, the others more; by rule more would be in flight than have room."""

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elaswave_spmd.determinism.reduction_tree import max_open_nodes
 from elaswave_spmd.scheduling.cost_model import REPLICATED, CostModel, LayerCost, MemoryRule
 from elaswave_spmd.scheduling.microbatch_assignment import assign_microbatches
 from elaswave_spmd.scheduling.pipeline import PipelineAction, Schedule, check
@@ -17,6 +18,7 @@ from elaswave_spmd.scheduling.step_time import (
     Assignment,
     executed_lists,
     memory_of,
+    open_sums,
     reduction_tail_s,
     step_time,
     timed_graph,
@@ -207,6 +209,39 @@ def test_memory_of_an_assignment_is_that_of_the_fullest_worker():
     assignment = Assignment(((0, 1), (2,)), (0, 2, 3), ((1, 3), (4,)))
     assert assignment.limits == (4, 3)
     assert memory_of(assignment, costs, MemoryRule()) == [200 + 3 * 14 + 3 * 3, 100 + 3 * 7 + 4 * 3]
+
+
+@pytest.mark.parametrize(
+    ("counts", "zero", "sums"),
+    [
+        ((1, 1), 0, 1),
+        ((8, 8), 0, 3),
+        ((16, 16), 1, 4),
+        ((9, 8, 9), 1, 4),
+        ((10, 11, 11), 1, 5),
+        ((8, 8), 2, 4),
+        ((16,), 2, 4),
+        ((0, 4), 0, 2),
+    ],
+)
+def test_memory_counts_the_gradient_sums_that_a_worker_holds_at_once(counts, zero, sums):
+    """After a loss in (8, 8, ...), micro-batches begin anywhere in the tree."""
+    costs, rule = costs_of([1, 1], gradient_bytes=100), rule_of(zero)
+    assignment = Assignment((tuple(range(len(counts))),), (0, 2), (counts,))
+    assert open_sums(assignment.counts, rule) == [sums]
+    assert memory_of(assignment, costs, rule) == [sums * 200 * (1 if zero < 2 else 1 / len(counts))]
+
+
+@given(cases().filter(lambda case: case[0].microbatch_order == "contiguous"))
+@settings(deadline=None)
+def test_no_worker_holds_more_gradient_sums_than_memory_counts(case):
+    """In the order in which it executes its backwards, or the weight gradients that it has put off."""
+    assignment, costs = case
+    lists, number = executed_lists(assignment, costs), assignment.num_microbatches
+    for members, most in zip(assignment.stages, open_sums(assignment.counts, REPLICATED), strict=True):
+        for rank in members:
+            done = {action.microbatch: at for at, action in enumerate(lists.get(rank, ()))}  # by its last action
+            assert max_open_nodes(sorted(done, key=done.__getitem__), number) <= most
 
 
 def test_assignments_print():

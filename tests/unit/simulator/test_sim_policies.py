@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.mesh import Mesh, MeshShape
-from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
+from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost, MemoryRule
 from elaswave_spmd.scheduling.dvfs import FrequencyRange
 from elaswave_spmd.scheduling.microbatch_assignment import assign_microbatches
+from elaswave_spmd.scheduling.split_backward import SplitBackward, executed
 from elaswave_spmd.scheduling.step_time import Assignment, memory_of, step_time
 from elaswave_spmd.simulator.changes import Change, remaining_share
 from elaswave_spmd.simulator.optimum import optimum
@@ -283,6 +284,38 @@ def test_the_optimum_is_the_best_of_all_groupings(seconds, speeds, microbatches,
     assert found.proven and found.bound_s <= found.best_s * (1 + 1e-9)
     assert found.best_s == pytest.approx(best)
     assert found.best_s == pytest.approx(step_time(found.assignment, costs, rule).seconds)
+
+
+@given(
+    st.lists(st.sampled_from([1.0, 2.0, 3.5]), min_size=1, max_size=4),
+    st.lists(st.sampled_from([1.0, 1.0, 0.5]), min_size=1, max_size=4),
+    st.integers(1, 5),
+    st.booleans(),
+    st.sampled_from([15.0, 25.0, 40.0]),
+)
+@settings(max_examples=25, deadline=None)
+def test_the_optimum_leaves_out_no_grouping_that_fits_in_memory(seconds, speeds, microbatches, splits, limit):
+    layers = costs_of(seconds, value_bytes=3, gradient_bytes=2, activation_bytes=5, put_off_bytes=1).layers
+    layers = tuple(replace(layer, weight_share=0.5 * splits) for layer in layers)
+    costs, rule = CostModel(layers, 1e9, speeds=tuple(enumerate(speeds))), rule_of(0)
+    split = SplitBackward.of_costs(costs, rule, limit)
+    ranks = sorted(range(len(speeds)), key=lambda rank: -speeds[rank])
+    every = [executed(a, split) for a in every_grouping(costs, ranks, microbatches)]
+    fit = [a for a in every if max(memory_of(a, costs, rule)) <= limit]
+    found = optimum(costs, ranks, microbatches, rule=rule, memory_limit=limit, split=split, most=10_000)
+    if fit:
+        assert found is not None and found.proven
+        assert found.best_s <= min(step_time(a, costs, rule).seconds for a in fit) * (1 + 1e-9)
+
+
+def test_the_optimum_knows_that_with_backwards_in_two_parts_fewer_are_in_flight():
+    layer = LayerCost("l", 1.0, 2.0, value_bytes=3, activation_bytes=5, weight_share=0.5)
+    costs = CostModel((layer, layer), 1e9)
+    split = SplitBackward.of_costs(costs, rule_of(0), 9.0)
+    found = optimum(costs, (0, 1), 4, rule=rule_of(0), memory_limit=9.0, split=split)
+    assert found is not None and found.proven
+    assert (found.assignment.layer_cuts, found.assignment.in_flight) == ((0, 1, 2), (1, 1))
+    assert optimum(costs, (0, 1), 4, rule=rule_of(0), memory_limit=9.0) is None, "else two are on the first stage"
 
 
 def test_the_optimum_may_be_asked_for_some_numbers_of_stages():

@@ -10,15 +10,16 @@ from elaswave_spmd.conf.compose import settings_from
 from elaswave_spmd.data import PreparedData
 from elaswave_spmd.errors import ConfigError, ModelError
 from elaswave_spmd.run_dir.manifest import layout_summary
+from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.worker.plan_run import RunPlan, plan_run, read_profile, refuse_other_layout
 
 SMALL = ("model=mlp_tiny", "train.seq_len=8", "model.layers=2", "model.d_model=8", "page.size=64")
 
 
-def planned(*words: str) -> RunPlan:
+def planned(*words: str, costs: CostModel | None = None) -> RunPlan:
     settings = settings_from([*SMALL, *words])
     data = PreparedData("text", "", 1, "bytes", 11, 8, 100, 10, token_file="tokens", dtype="uint8", num_tokens=900)
-    return plan_run(settings, data)
+    return plan_run(settings, data, costs=costs)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +64,18 @@ def test_a_profile_is_a_file() -> None:
     with pytest.raises(ConfigError) as caught:
         read_profile("/dev/null")  # as /dev/zero, which has no end
     assert caught.value.what == "cannot read schedule.profile=/dev/null (it is no regular file)"
+
+
+def test_a_profile_gives_times_and_what_micro_batches_keep_and_the_run_its_own_sizes() -> None:
+    """The run that was measured had another optimizer, with less state."""
+    other = planned("optim=sgd", "optim.momentum=0").costs
+    measured = replace(other, layers=tuple(replace(layer, forward_s=0.5, activation_bytes=7) for layer in other.layers))
+    plan = planned("optim=adamw", "optim.ema=0.9", costs=measured)
+    assert [layer.forward_s for layer in plan.costs.layers] == [0.5] * len(measured.layers)
+    assert [layer.activation_bytes for layer in plan.costs.layers] == [7] * len(measured.layers)
+    for number, (layer, before) in enumerate(zip(plan.costs.layers, measured.layers, strict=True)):
+        assert (layer.state_bytes, layer.value_bytes, layer.gradient_bytes) == plan.bytes_of(number)
+        assert layer.state_bytes == 2 * before.state_bytes > 0, "parameters, two moments and an average; one moment"
 
 
 def test_a_run_that_ends_within_its_warm_up_is_told_so() -> None:

@@ -53,6 +53,16 @@ def test_a_layer_is_reported_once() -> None:
     assert memory.pop_rows() == ()
 
 
+def test_another_controller_is_told_of_all_layers_once_more() -> None:
+    memory = LayerMemory()
+    memory.note(1, 10, 20)
+    memory.pop_rows()
+    memory.note(2, 11, 21)
+    memory.report_again()
+    assert memory.pop_rows() == ((1, 10, 20), (2, 11, 21))
+    assert memory.pop_rows() == ()
+
+
 def test_measuring_changes_no_bit() -> None:
     gradients = []
     for measures in (True, False):
