@@ -165,7 +165,7 @@ class Adopter:
             case BeatsReceived(beats):
                 self._heard(beats, now)
             case WorkerEnded(rank, exited=RemoteExited(reason=reason)) if reason:
-                gathered.doubted.setdefault(rank, self._clock + self._timeouts.progress)
+                gathered.doubted.setdefault(rank, self._clock.now + self._timeouts.progress)
             case WorkerEnded(rank):
                 self._ended(rank)
             case Tick(read_until):
@@ -229,7 +229,7 @@ class Adopter:
         taken too long. An answer of a worker whose agent has been away for too long is not missing.
         """
         gathered = self._gathered
-        if any(self._clock <= gathered.doubted.get(rank, math.inf) for rank in gathered.awaited):
+        if any(self._clock.now <= gathered.doubted.get(rank, math.inf) for rank in gathered.awaited):
             return False
         if not self._adoption.has_agents or self._clock.now > self._machines_until:
             return True
