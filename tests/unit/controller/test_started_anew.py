@@ -7,18 +7,20 @@ from typing import Any, cast
 
 import pytest
 
-from elaswave_spmd.conf.schema import ElasticSettings
+from elaswave_spmd.conf.schema import ElasticSettings, Timeouts
 from elaswave_spmd.controller.adopter import Adopter
 from elaswave_spmd.controller.resume import Adoption
+from elaswave_spmd.recovery.tick_clock import TickClock
 from tests.cluster.kept_checkpoints import RUN_DIR
 
 MEMBERS = (0, 1, 2, 3)
 
 
 def started_anew(newcomers: tuple[int, ...], num_dead: int = 0, **elastic: Any) -> int:
-    settings = SimpleNamespace(timeouts=None, elastic=ElasticSettings(**elastic))
+    settings = SimpleNamespace(timeouts=Timeouts(), elastic=ElasticSettings(**elastic))
     adoption = Adoption(RUN_DIR, 2, 1, newcomers=newcomers)
-    arguments: list[Any] = [adoption, SimpleNamespace(settings=settings), None, None, None, None, 0, None]
+    supervision = SimpleNamespace(clock=TickClock(0.1, 0.0))
+    arguments: list[Any] = [adoption, SimpleNamespace(settings=settings), None, None, supervision, None, 0, None]
     return Adopter(*cast(Any, arguments))._number_anew(MEMBERS, num_dead)
 
 

@@ -220,6 +220,7 @@ def test_a_page_that_follows_a_run_goes_back_with_it(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("model: m\n")
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("".join(f"{json.dumps(line(step).to_dict())}\n" for step in range(1, 8)))
+    (tmp_path / "events.jsonl").touch()
     reader = RunReader(tmp_path)
     assert [found.step for found in reader.read().metrics] == [1, 2, 3, 4, 5, 6, 7]
     discard_after(tmp_path, 4)
