@@ -108,10 +108,13 @@ def _copied(value: Held) -> Held:
     import cloudpickle
 
     kept, buffers, pickled = list[object](), list[pickle.PickleBuffer](), io.BytesIO()
+    # A tensor's memory would be copied, several times for a moment; that of numpy's arrays is shared by the buffers.
+    torch = sys.modules.get("torch")
+    shared = (type, FunctionType, ModuleType, *(() if torch is None else (torch.Tensor,)))
 
     class Pickler(cloudpickle.Pickler):
         def persistent_id(self, obj: object) -> int | None:
-            if not isinstance(obj, type | FunctionType | ModuleType):
+            if not isinstance(obj, shared):
                 return None
             kept.append(obj)
             return len(kept) - 1

@@ -153,7 +153,7 @@ class Adopter:
         actions: list[Action] = []
         match event:
             case AgentBack():
-                actions = self._agent_back(event)
+                actions = self._agent_back(event, now)
             case Received(message=m.Adopted() as answer):
                 if answer.generation == self._adoption.generation and answer.rank in gathered.awaited:
                     del gathered.awaited[answer.rank]
@@ -181,13 +181,16 @@ class Adopter:
             self._gathered.awaited.setdefault(rank, until)
         return [AdoptWorker(rank) for rank in sorted(ranks)]
 
-    def _agent_back(self, event: AgentBack) -> list[Action]:
+    def _agent_back(self, event: AgentBack, now: float) -> list[Action]:
         """An agent has come back with its workers, which are asked like those of this machine.
 
         It may have come back before, if only its connection was lost since. Then workers that have answered already are
-        not asked again.
+        not asked again. While it was away nothing was heard of them, so their silence counts from now on.
         """
         gathered = self._gathered
+        for rank in event.workers & gathered.answers.keys():
+            self._supervision.forget(rank)
+            self._supervision.watch(rank, now)
         for rank in event.made - event.workers:
             self._ended(rank)
         for rank in event.made & gathered.doubted.keys():

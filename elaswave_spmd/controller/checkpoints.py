@@ -174,9 +174,10 @@ class CheckpointCoordinator:
         """
         self._incomplete = max(self._incomplete, self._committed if until is None else until)
 
-    def committed(self, step: int) -> None:
-        """A step is committed."""
+    def committed(self, step: int) -> list[Action]:
+        """A step is committed. Returns the removals of what is useless from then on."""
         self._committed = step
+        return self._removals() if self._useless else []
 
     def validated(self, step: int, loss: float) -> None:
         """A validation is complete. Later manifests contain the newest one, for people; resuming does not use it."""

@@ -506,6 +506,9 @@ class Controller:
         suspects, standstill = self._supervision.tick(now, read_until, self.protocol.unanswered, free)
         silent = [suspect.rank for suspect in suspects if suspect.is_silent]
         self._note_room(is_known=True, silent=silent)
+        # Before the losses: the Prepare that is sent is then that of the losses, before replacements are started, which
+        # takes long.
+        opened = self._failures.open_links()
         lost = self._failures.suspected(suspects, now)
         if standstill is not None and self._done_by is None:
             lost += self._failures.stands_still(standstill)
@@ -516,7 +519,7 @@ class Controller:
             # Before the losses are carried out: these start replacements, and none may go to a machine that is given
             # up here, or may be soon.
             actions += self._machines.fallen_silent(silent, self._io.machines(), self._ready)
-        actions += [*lost, *self._failures.replace_lost(now), *self._failures.open_links()]
+        actions += [*opened, *lost, *self._failures.replace_lost(now)]
         if self._machines.has_arrivals:
             actions.append(UsePlaces())
         if self._notices.is_waiting:
@@ -658,14 +661,14 @@ class Controller:
     def _committed(self, applied: m.Applied, now: float) -> list[Action]:
         """A step is committed: tell all collaborators that count steps. Returns the actions that follow."""
         self._supervision.committed()
-        self._checkpoints.committed(applied.step)
+        removals = self._checkpoints.committed(applied.step)
         self._verifier.committed(applied)
         self._sum_verifier.committed(applied)
         if self._failures.is_ending:
             return []
         acknowledged = self._acknowledge() if applied.step % _ACKNOWLEDGED_STEPS == 0 else []
         planned = self._rescheduler.committed(applied.step, now)
-        return [*acknowledged, *planned, *self._failures.committed(applied, now)]
+        return [*removals, *acknowledged, *planned, *self._failures.committed(applied, now)]
 
     def _acknowledge(self) -> list[Action]:
         """Tell workers that they need not keep their reports of steps up to the version any more (Written).

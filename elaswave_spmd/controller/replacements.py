@@ -130,7 +130,8 @@ class Replacements:
         first_now = self._within_room(first)
         self._first_spares -= first_now
         self._use_room(first_now)
-        held_back = self._held_back(possible - number, "lost", "replaced", now)
+        # If nothing had a place, it is not known whether the limit would hold anything back.
+        held_back = self._held_back(possible - number, "lost", "replaced", now) if possible or not missing else []
         held_back += self._without_place(missing - possible + first - first_now, now)
         if not first_now + number:
             return (), held_back

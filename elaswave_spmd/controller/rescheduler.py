@@ -386,12 +386,16 @@ class Rescheduler:
         """The next move, if one gains enough; else None.
 
         Micro-batches come first, as they move no state; layers are moved when micro-batches gain nothing more.
-        If layers do not fit in memory where they are, they move whatever that gains.
+        If layers do not fit in memory where they are, they move to where they do, whatever that gains. If nothing that
+        was found fits, they move for a gain alone.
         """
         before, now, later = decision.before.seconds, decision.now, decision.later
         if not decision.layers_stay:
             last = decision.last
-            return self._goal_of(last.assignment, before, last.time.seconds, "layers to where they fit in memory")
+            if not decision.lacks:
+                return self._goal_of(last.assignment, before, last.time.seconds, "layers to where they fit in memory")
+            gains = last.time.seconds <= before * (1 - self._settings.min_gain)
+            return self._goal_of(last.assignment, before, last.time.seconds, "layers by cost") if gains else None
         if self._settings.microbatches and now.time.seconds <= before * (1 - self._settings.min_gain):
             return self._goal_of(now.assignment, before, now.time.seconds, "micro-batches assigned by speed")
         if self._settings.layers and later is not None and later.time.seconds <= before * (1 - self._settings.min_gain):
@@ -399,15 +403,14 @@ class Rescheduler:
         return None
 
     def _short_of_memory(self, decision: Decision) -> list[Action]:
-        """Record, once in each mesh epoch, that layers do not fit in memory where they are and may not move."""
+        """Record, once in each mesh epoch, that no plan was found that fits in memory."""
         epoch = self._protocol.placement.mesh.epoch
-        if not decision.lacks or self._settings.layers or self._told_of_memory == epoch:
+        if not decision.lacks or self._told_of_memory == epoch:
             return []
         self._told_of_memory = epoch
-        why = (
-            f"the fullest worker lacks {decision.lacks:,.0f} B of schedule.memory_limit, "
-            "and layers stay (schedule.layers=false)"
-        )
+        may_move = self._settings.layers
+        stay = "the best plan that was found does not fit" if may_move else "layers stay (schedule.layers=false)"
+        why = f"the fullest worker lacks {decision.lacks:,.0f} B of schedule.memory_limit, and {stay}"
         return [Record("plan", {"ranks": [], "mesh_epoch": epoch, "reason": why, "message": why})]
 
     def _goal_of(self, there: Assignment, before: float, after: float, what: str) -> Goal | None:

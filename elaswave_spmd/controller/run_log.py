@@ -13,6 +13,7 @@ from array import array
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from elaswave_spmd.controller.actions import Action, CameBack, Record, WriteCosts
@@ -30,7 +31,8 @@ from elaswave_spmd.mesh.mesh import named_workers
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Broadcast, Committed, EpochBegun, RemoveMember, ValidationDone
 from elaswave_spmd.recovery.messages import Applied, Damaged, Measured, Ready
-from elaswave_spmd.run_dir import MetricsLine, RunObserver, weights_sha256
+from elaswave_spmd.run_dir import MetricsLine, RunObserver, read_events, weights_sha256
+from elaswave_spmd.run_dir.directory import EVENTS
 from elaswave_spmd.run_dir.discard import ROLLBACK
 from elaswave_spmd.run_dir.faults import UNDISTURBED_STEPS
 from elaswave_spmd.worker.optimizers import averages
@@ -422,6 +424,7 @@ class RunLog:
         observer.on_start(run_info(plan, plan.data, observer.run_dir.path, self._start.step))
         if (adoption := self._start.adoption) is not None:
             self._record.generation = adoption.generation
+            self._record.model_check = _model_check_of(adoption.run_dir)
         self._start.announce(observer, plan.placement.mesh.shape.name)
         if plan.job.validate_every and not plan.job.validates:
             observer.on_event(
@@ -599,6 +602,15 @@ class RunLog:
             if applied.weight is not None and not applied.weight > 0:
                 message = f"step {applied.step}: the weight of its loss is {applied.weight:g}, no update"
             self.observer.on_event("skip", step=applied.step, message=message)
+
+
+def _model_check_of(run_dir: Path) -> dict[str, object] | None:
+    """What the check of the model has found, as the controller before has recorded it; None if it has not."""
+    if not (run_dir / EVENTS).exists():
+        return None
+    found = [event for event in read_events(run_dir) if event["event"] == MODEL_CHECK]
+    of_the_line = ("event", "time", "message")
+    return {"done": True, **{name: found[-1][name] for name in found[-1].keys() - of_the_line}} if found else None
 
 
 def mean_loss(plan: RunPlan, done: ValidationDone) -> float:

@@ -152,7 +152,7 @@ class Decision:
         frequency: the step time and energy with the hints; None if none were asked for.
         remaining_steps: the number of steps over which a move had to pay.
         reasons: the reasons in words, one line each.
-        lacks: the bytes that the fullest worker lacks for `now`, as no layer may move; 0 if it fits in memory.
+        lacks: the bytes that the fullest worker lacks for `last`; 0 if that fits in memory.
     """
 
     before: StepTime
@@ -273,7 +273,7 @@ def plan_change(
     if not settings.keeps_layers:
         later, why = planner.later(grouping, at_once)
     reasons = [_reason_for_now(now, why_anew), why]
-    if lacks := planner.lacks(now.assignment):
+    if lacks := planner.lacks((later or now).assignment):
         reasons.append(f"that does not fit in memory: the fullest worker lacks {lacks:,.0f} B")
     hints: tuple[Hint, ...] = ()
     plan = None
@@ -624,6 +624,8 @@ class _Planner:
 
     def lacks(self, assignment: Assignment) -> float:
         """The bytes that the fullest worker lacks for this; 0 if it has enough."""
+        if self.settings.memory_limit == math.inf:
+            return 0.0
         needed = max(memory_of(assignment, self.costs, self.rule, self.tables))
         return needed - self.settings.memory_limit if needed > self.settings.memory_limit else 0.0
 

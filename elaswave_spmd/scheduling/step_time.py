@@ -299,22 +299,27 @@ def open_sums(counts: Sequence[np.ndarray], rule: MemoryRule) -> list[int]:
     A worker adds up its micro-batches as far as the reduction tree allows. It holds a sum for each node that is open,
     and keeps those that it has sent until the step is decided. It takes turns between micro-batches that go different
     ways through the stages, and those of one way come in ascending order. So this is an upper bound: the sums of each
-    way by itself. If gradients are sharded, each worker adds up its part of the gradients of all micro-batches.
+    way by itself. If gradients are sharded, each worker adds up its part of the gradients of all micro-batches; then it
+    is an estimate, as those of a slow worker may come late.
 
     Args:
         counts: for each stage, int64 [workers]: the number of micro-batches.
         rule: the specs.
     """
-    number = int(counts[0].sum())
+    num_microbatches = int(counts[0].sum())
     if rule.gradients_are_sharded:
-        return [int(most_open_sums(np.zeros(1, np.int64), np.array([number]), number)[0])] * len(counts)
+        every = np.array([num_microbatches])
+        return [int(most_open_sums(np.zeros(1, np.int64), every, num_microbatches)[0])] * len(counts)
     ends = once_each(np.cumsum, counts)
     # A stable sort takes next to no time for what is a few ascending runs. Cuts that come twice bound nothing.
     cuts = np.sort(np.concatenate([[0], *{id(of_stage): of_stage for of_stage in ends}.values()]), kind="stable")
-    each = most_open_sums(cuts[:-1], cuts[1:], number)
+    each = most_open_sums(cuts[:-1], cuts[1:], num_microbatches)
 
     def of_fullest(of_stage: np.ndarray) -> int:
-        return int(np.bincount(np.searchsorted(of_stage, cuts[:-1], "right"), each).max())
+        number = len(of_stage)
+        sums = np.bincount(np.searchsorted(of_stage, cuts[:-1], "right"), each, minlength=number)[:number]
+        # In whatever order: of two neighbours whose sum is a node only one sum is held.
+        return int(np.minimum(sums, np.diff(of_stage, prepend=0) // 2 + 1).max())
 
     return once_each(of_fullest, ends)
 

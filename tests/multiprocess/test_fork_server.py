@@ -21,11 +21,12 @@ from typing import Any
 import pytest
 
 from elaswave_spmd.by_value import ByValue
+from elaswave_spmd.controller.orphaned_run import newcomers
 from elaswave_spmd.errors import ConfigError, RunError
 from elaswave_spmd.ready import is_any_ready
 from elaswave_spmd.runtime.processes import fork_server as server_module
 from elaswave_spmd.runtime.processes import fork_server_client as client_module
-from elaswave_spmd.runtime.processes.adoption import write_address
+from elaswave_spmd.runtime.processes.adoption import Orphans, write_address
 from elaswave_spmd.runtime.processes.fork_server import ForkServer
 from elaswave_spmd.runtime.processes.fork_server_client import (
     Exited,
@@ -615,7 +616,7 @@ def test_the_time_of_orphans_may_be_told_later(start: StartForkServer, tmp_path:
     assert gone(pid) and (tmp_path / "ended").exists() == (grace > 1)
 
 
-def test_a_worker_that_has_ended_leaves_no_entry_in_the_directory_of_sockets(
+def test_a_worker_that_has_ended_leaves_no_socket_and_is_still_known_as_a_member(
     start: StartForkServer, tmp_path: Path
 ) -> None:
     scratch = tmp_path / "sockets"
@@ -629,7 +630,8 @@ def test_a_worker_that_has_ended_leaves_no_entry_in_the_directory_of_sockets(
         others = {path.name for path in scratch.iterdir() if path.name.startswith("0")}
         assert len(others) == 3 and fork_server.signal(1, signal.SIGKILL)
         assert exits(fork_server, 1)[0].rank == 1
-        assert eventually(lambda: {path.name for path in scratch.iterdir()} == others)
+        assert eventually(lambda: {path.name for path in scratch.iterdir()} == {*others, "1.address"})
+        assert newcomers(str(scratch), Orphans({}, 2, (1,), 0.0)) == (), "it has left, and is not started again"
 
 
 def test_stop_removes_the_scratch_directories(start: StartForkServer, tmp_path: Path):

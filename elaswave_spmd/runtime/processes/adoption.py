@@ -71,12 +71,6 @@ def read_address(directory: str, rank: int) -> str | None:
         return None
 
 
-def remove_address(directory: str, rank: int) -> None:
-    """Remove the file with the address of a worker that has ended."""
-    with contextlib.suppress(OSError):
-        (Path(directory) / _ADDRESS.format(rank)).unlink()
-
-
 # ---- at the fork server
 
 

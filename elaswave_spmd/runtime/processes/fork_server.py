@@ -36,7 +36,7 @@ from typing import Any, NoReturn
 from elaswave_spmd import by_value
 from elaswave_spmd.ready import is_any_ready, ready_among
 from elaswave_spmd.runtime.processes import child
-from elaswave_spmd.runtime.processes.adoption import accept_next, listen_for_next, remove_address
+from elaswave_spmd.runtime.processes.adoption import accept_next, listen_for_next
 from elaswave_spmd.runtime.processes.scratch import hold_lock, hold_scratch
 from elaswave_spmd.runtime.processes.strays import adopt_strays, kill_strays, reap_strays
 from elaswave_spmd.runtime.transport.links import socket_names
@@ -335,9 +335,12 @@ class ForkServer:
             self._gone.clear()
 
     def _remove_files(self, rank: int, pid: int) -> None:
-        """Remove what a worker that has ended has left in the directory of sockets, which would grow with each."""
+        """Remove the sockets of a worker that has ended, of which the directory would otherwise have ever more.
+
+        Its file with its address stays: by that the next controller knows that the worker was a member, and has not
+        been about to join (`orphaned_run.newcomers`).
+        """
         for folder in self._setup["scratch"]:
-            remove_address(folder, rank)
             for name in socket_names(rank, pid):
                 with contextlib.suppress(OSError):
                     os.unlink(os.path.join(folder, name))

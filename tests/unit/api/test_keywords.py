@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
 import elaswave_spmd as ew
@@ -223,6 +224,7 @@ def test_what_a_run_reads_here_leaves_nothing_in_the_callers_own_dataset() -> No
     class Opening(Rows):
         def __init__(self) -> None:
             self.table = np.zeros(3)
+            self.tensor = torch.zeros(3)
             self.lock: object = None
 
         def __getitem__(self, index: int) -> list[int]:
@@ -241,6 +243,7 @@ def test_what_a_run_reads_here_leaves_nothing_in_the_callers_own_dataset() -> No
             copy = held.value
             assert type(copy) is Opening and copy is not mine and copy.lock is not None
             assert np.shares_memory(copy.table, mine.table)
+            assert copy.tensor.data_ptr() == mine.tensor.data_ptr(), "its memory is not taken twice"
     assert mine.lock is None and calls == [0, 9, 0, 9]
     assert Opening.__getitem__ is method, "the caller's class is as it was"
 

@@ -33,8 +33,10 @@ class World:
         timeouts = SimpleNamespace(progress=float(PROGRESS_S), start=float(START_S), heartbeat=HEARTBEAT_S)
         plan = SimpleNamespace(settings=SimpleNamespace(timeouts=timeouts))
         adoption = Adoption(RUN_DIR, 2, 1, pids={0: 10, 1: 11}, made=(0, 1), has_agents=has_agents, seconds=1.0)
-        ignored, clock = dict.fromkeys(("watch", "forget", "heartbeat"), lambda *_: None), TickClock(HEARTBEAT_S, 0.0)
-        supervision = SimpleNamespace(**ignored, clock=clock, postpone=lambda now, _: clock.tick(now))
+        ignored, clock = dict.fromkeys(("forget", "heartbeat"), lambda *_: None), TickClock(HEARTBEAT_S, 0.0)
+        self.watched: dict[int, float] = {}  # rank -> since when its silence counts
+        watch = self.watched.__setitem__
+        supervision = SimpleNamespace(**ignored, watch=watch, clock=clock, postpone=lambda now, _: clock.tick(now))
         arguments: list[Any] = [adoption, plan, None, None, supervision, None, 0, None]
         self.adopter = Adopter(*cast(Any, arguments))
         self.now = 0.0
@@ -221,7 +223,9 @@ def test_workers_that_have_answered_are_not_asked_again_when_their_agent_is_back
     world.lost_with_their_agent(2, 3)
     world.answer(3)
     assert not world.over and world.answers == [0, 1, 2, 3], "they may live: the connection alone may be lost"
+    world.ticks(5)
     assert world.back(2, 3, peer=-3) == [] and world.over
+    assert world.watched == {0: 0.0, 1: 0.0, 2: 5.0, 3: 5.0}, "their heartbeats had no way while the agent was away"
     assert world.answers == [0, 1, 2, 3]
 
 
