@@ -230,6 +230,7 @@ def test_without_kept_reports_steps_are_not_written_down() -> None:
 
 def test_a_worker_that_was_cut_off_from_the_controller_before_counts_as_lost_when_it_is_missed() -> None:
     """Its agent is back with the next controller, which hears nothing of it: with the worker that dies then, two are
-    lost at once, and with them all replicas of some pages. The simulated cluster had counted one."""
+    lost at once. The simulated cluster had counted one, and took a true loss of all replicas for a false one. Since the
+    controller's clock goes as far as it has read, this schedule loses one at a time, and keeps its state."""
     found = run(Schedule.draw(20158, controllers=True))
-    assert found.how == "lost", (found.failure, found.detail)
+    assert not found.failure, (found.failure, found.detail)
