@@ -86,7 +86,7 @@ def _tells(event: Event, rank: int) -> bool:
 
 
 def mended(events: Sequence[Event], expected: Collection[str] = ()) -> list[str]:
-    """What a run has mended by itself though no fault asked for it, in words.
+    """List in words the defects that a run has mended by itself though no fault asked for it.
 
     A message that is lost is sent again, and one that is wrong is refused: the bits stay the same, and these events are
     all that shows of a defect.

@@ -29,7 +29,7 @@ _OF_NODES = (
 )
 """A command that torchrun starts on all nodes, or that Ray does, does not take these from the run that it resumes."""
 _NOT_AGAIN = ("train.resume", "run.dir")
-"""What a command that goes on says anew."""
+"""The settings that a command which goes on with a run states itself."""
 
 
 def _is_repeated(name: str, *, was_resumed: bool, also: Collection[str]) -> bool:

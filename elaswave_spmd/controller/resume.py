@@ -509,9 +509,14 @@ def _losses(events: Iterable[Mapping[str, Any]]) -> dict[tuple[int, int], str]:
     return {(event["step"], event["microbatches"]): event["loss_hex"] for event in events}
 
 
+def model_check_of(run_dir: Path) -> Mapping[str, Any] | None:
+    """The run's first event of the check of the model, as all later ones have the same digests; None if it has none."""
+    return next((event for event in read_events(run_dir) if event["event"] == MODEL_CHECK), None)
+
+
 def _digests(run_dir: Path) -> dict[str, str]:
-    first = next((event for event in read_events(run_dir) if event["event"] == MODEL_CHECK), None)
-    return {row["layer"]: row["digest"] for row in first["layers"]} if first else {}
+    found = model_check_of(run_dir)
+    return {row["layer"]: row["digest"] for row in found["layers"]} if found else {}
 
 
 def _new_id() -> str:

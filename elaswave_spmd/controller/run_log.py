@@ -21,7 +21,7 @@ from elaswave_spmd.controller.backward_trial import SPLIT_BACKWARD
 from elaswave_spmd.controller.events import BeatsReceived, Event, Received, Rejected
 from elaswave_spmd.controller.model_checks import MODEL_CHECK
 from elaswave_spmd.controller.rejections import RejectionLog
-from elaswave_spmd.controller.resume import ResumePoint, run_info
+from elaswave_spmd.controller.resume import ResumePoint, model_check_of, run_info
 from elaswave_spmd.controller.summary import RunRecord, make_summary, validation_fields
 from elaswave_spmd.controller.supervision import Sign
 from elaswave_spmd.controller.validations import Validations
@@ -31,7 +31,7 @@ from elaswave_spmd.mesh.mesh import named_workers
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Broadcast, Committed, EpochBegun, RemoveMember, ValidationDone
 from elaswave_spmd.recovery.messages import Applied, Damaged, Measured, Ready
-from elaswave_spmd.run_dir import MetricsLine, RunObserver, read_events, weights_sha256
+from elaswave_spmd.run_dir import MetricsLine, RunObserver, weights_sha256
 from elaswave_spmd.run_dir.directory import EVENTS
 from elaswave_spmd.run_dir.discard import ROLLBACK
 from elaswave_spmd.run_dir.faults import UNDISTURBED_STEPS
@@ -424,7 +424,7 @@ class RunLog:
         observer.on_start(run_info(plan, plan.data, observer.run_dir.path, self._start.step))
         if (adoption := self._start.adoption) is not None:
             self._record.generation = adoption.generation
-            self._record.model_check = _model_check_of(adoption.run_dir)
+            self._record.model_check = _checked_before(adoption.run_dir)
         self._start.announce(observer, plan.placement.mesh.shape.name)
         if plan.job.validate_every and not plan.job.validates:
             observer.on_event(
@@ -604,13 +604,11 @@ class RunLog:
             self.observer.on_event("skip", step=applied.step, message=message)
 
 
-def _model_check_of(run_dir: Path) -> dict[str, object] | None:
-    """What the check of the model has found, as the controller before has recorded it; None if it has not."""
-    if not (run_dir / EVENTS).exists():
-        return None
-    found = [event for event in read_events(run_dir) if event["event"] == MODEL_CHECK]
+def _checked_before(run_dir: Path) -> dict[str, object] | None:
+    """The summary's facts of a check of the model that an earlier controller has recorded; None if it has not."""
+    found = model_check_of(run_dir) if (run_dir / EVENTS).exists() else None
     of_the_line = ("event", "time", "message")
-    return {"done": True, **{name: found[-1][name] for name in found[-1].keys() - of_the_line}} if found else None
+    return {"done": True, **{name: found[name] for name in found.keys() - of_the_line}} if found else None
 
 
 def mean_loss(plan: RunPlan, done: ValidationDone) -> float:

@@ -44,12 +44,7 @@ class Scratch:
         """
         scratch = cls.__new__(cls)
         scratch.path = path
-        scratch._held = _open_owner(path)
-        try:
-            fcntl.flock(scratch._held, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            os.close(scratch._held)
-            raise
+        scratch._held = _share(_open_owner(path))
         scratch._kept = _keep_from_cleaners(path)
         scratch._remover = None
         return scratch
@@ -123,8 +118,16 @@ def hold_lock(file: str | Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
     Returns:
         The descriptor of the lock. Closing it gives the lock up for this process. Started programs do not inherit it.
     """
-    fd = os.open(file, flags | os.O_CLOEXEC, 0o600)
-    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return _share(os.open(file, flags | os.O_CLOEXEC, 0o600))
+
+
+def _share(fd: int) -> int:
+    """Share the lock of an open file. Returns its descriptor, which is closed if somebody has the lock alone."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise
     return fd
 
 
