@@ -275,11 +275,13 @@ class Adopter:
             self._roster.add(rank, adoption.pids.get(rank))
         for report in reports:
             actions += protocol.applied(report)
+        known = {rank: answers[rank] for rank in members if rank in answers}
         before = Predecessor(
             placement=placement,
             reconfigure=reconfigure,
-            versions={rank: answers[rank].version for rank in members if rank in answers},
-            lacking=tuple(rank for rank in members if rank in answers and answers[rank].epoch < reconfigure.epoch),
+            versions={rank: answer.version for rank, answer in known.items()},
+            lacking=tuple(rank for rank, answer in known.items() if answer.epoch < reconfigure.epoch),
+            caught_up=tuple(r for r, answer in known.items() if answer.caught_up and answer.epoch == reconfigure.epoch),
             prepared=adoption.prepared,
             last_epoch=adoption.last_epoch,
             validated=self._validated,

@@ -286,6 +286,7 @@ class Predecessor:
         reconfigure: the Reconfigure of the newest mesh epoch.
         versions: rank -> version, of the members that live.
         lacking: members that live and have not received `reconfigure`.
+        caught_up: members that live and have the state of all pages that they learn in that mesh epoch.
         prepared: the last Prepare in the journal; None if the mesh has never been about to change.
         last_epoch: the highest epoch number that may have been used; new epochs get higher ones.
         validated: the newest step whose validation is complete.
@@ -296,6 +297,7 @@ class Predecessor:
     reconfigure: Reconfigure
     versions: Mapping[int, int]
     lacking: tuple[int, ...] = ()
+    caught_up: tuple[int, ...] = ()
     prepared: Prepare | None = None
     last_epoch: int = 0
     validated: int = 0
@@ -583,6 +585,8 @@ class ControllerProtocol:
         self._attempt, self._repair = newest.attempt, newest.repair
         self._saving = "the run was about to stop when its controller died" if newest.save else ""
         self._applied.update(before.versions)
+        # They count as replicas in the next change, whose Prepare they answer with this state.
+        self._pending.caught_up.update(before.caught_up)
         self._validated, self._validated_in = before.validated, newest.epoch
         if (ended_at := newest.version if newest.is_last else before.ended_at) is not None:
             self.steps, self._ends_early = ended_at, True

@@ -1079,6 +1079,7 @@ class Adopted(Message, frozen=True):
         leaves: True if it has got SIGTERM.
         is_suspect: True if its results in the step under way differ from those of another worker, so that it does not
             vote for the step.
+        caught_up: True if it has the state of all pages that it learns in that epoch, and has reported so (CaughtUp).
         checked: its report of the check of the model, from which the controller knows what layers keep, and which can
             run their backward in two parts; None if there was no check.
     """
@@ -1095,6 +1096,7 @@ class Adopted(Message, frozen=True):
     closed: tuple[int, ...] = ()
     leaves: bool = False
     is_suspect: bool = False
+    caught_up: bool = False
     checked: Checked | None = None
 
 

@@ -486,6 +486,7 @@ class Executor:
             damaged=tuple(reports.damaged),
             is_suspect=reports.is_suspect(self.version),
         )
+        answer = replace_fields(answer, caught_up=self.replica.has_caught_up_in(answer.epoch))
         self._context.channel.send(CONTROLLER, answer)
 
     def _check(self, message: _CheckRequest) -> None:

@@ -645,6 +645,10 @@ class StateReplica:
             self._reported_epoch = epoch
             self._send(CONTROLLER, m.CaughtUp(self.rank, epoch), None)
 
+    def has_caught_up_in(self, epoch: int) -> bool:
+        """True if this worker has reported to a controller that it has caught up in this mesh epoch."""
+        return self._reported_epoch == epoch
+
     def _lacks_loss(self) -> bool:
         """True if this worker learns the loss page and lacks the loss that it needs in order to be its primary.
 

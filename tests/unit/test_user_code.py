@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -60,9 +61,13 @@ def edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
     monkeypatch.delitem(sys.modules, "helped", raising=False)
     monkeypatch.delitem(sys.modules, "helping", raising=False)
 
+    written = itertools.count()
+
     def write(*, model: str = BEFORE, helping: str = HELPING) -> None:
-        (tmp_path / "helped.py").write_text(model)
-        (tmp_path / "helping.py").write_text(helping)
+        at = 10 * next(written)  # Python takes a file of the same size and second for the one whose bytecode it has
+        for name, text in (("helped.py", model), ("helping.py", helping)):
+            (tmp_path / name).write_text(text)
+            os.utime(tmp_path / name, (at, at))
 
     write()
     importlib.import_module("helped")

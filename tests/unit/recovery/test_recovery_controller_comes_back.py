@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from elaswave_spmd.recovery.actions import Broadcast, ProtocolAction
+from elaswave_spmd.recovery.actions import Broadcast, ProtocolAction, Unrecoverable
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Predecessor
-from elaswave_spmd.recovery.messages import AT_ONCE, Applied, Prepare, Reconfigure, Validated
+from elaswave_spmd.recovery.messages import AT_ONCE, Applied, Prepare, Ready, Reconfigure, Validated
 from elaswave_spmd.recovery.reconfiguration import next_stages, wanted_stages
 from tests.unit.recovery.controller_cases import (
     STEPS,
@@ -33,8 +33,6 @@ def newest(**fields: Any) -> Reconfigure:
 
 
 def first_epoch() -> list[ProtocolAction]:
-    from elaswave_spmd.recovery.messages import Ready
-
     protocol = make()
     return [action for rank in MEMBERS for action in protocol.ready(Ready(rank, f"at {rank}"))]
 
@@ -168,3 +166,23 @@ def test_stages_that_were_given_up_are_opened_again() -> None:
     ):
         made = next_stages(stages, removed, (), wanted)
         assert wanted_stages(made, wanted) == wanted, (stages, removed)
+
+
+@pytest.mark.parametrize("caught_up", [(3,), ()])
+def test_state_that_a_learner_had_told_the_controller_before_of_is_not_lost(caught_up: tuple[int, ...]) -> None:
+    """Worker 2 is the only replica of stage 1 but for a learner, which has caught up, and dies with the controller."""
+    died = started()
+    died.ready(Ready(3, "at 3"))
+    reconfigure = reconfigures(answer(died, 1))[0]
+    assert 3 in died.placement.mesh.stages[1]
+    protocol, _, before = back(
+        written=1,
+        reconfigure=reconfigure,
+        placement=died.placement,
+        versions=dict.fromkeys((0, 1, 3), 1),
+        caught_up=caught_up,
+    )
+    protocol.lost(2, "its process ended")
+    effects = answer(protocol, 1)
+    assert any(isinstance(effect, Unrecoverable) for effect in effects) == (not caught_up)
+    assert protocol.begin_generation(before) == []

@@ -134,6 +134,7 @@ EXAMPLES: list[m.AnyMessage] = [
         (2,),
         True,
         True,
+        True,
         m.Checked(1, 0.25, ((0, 2, 4096, 512, 64, b"\0"),), (0, 0)),
     ),
     m.OfGeneration(2, m.encode(m.Stop())),
