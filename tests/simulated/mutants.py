@@ -839,8 +839,8 @@ def schedule_for(name: str, seed: int) -> Schedule:
     )
     if name != UNENTERED:
         return drawn
-    later = 2 * len(drawn.placement.mesh.members)  # when as many Reconfigures have come as with two mesh epochs
-    breaks = LinkBreak(RECONFIGURED, later + 4, "all"), LinkBreak(RECONFIGURED, later + 6, "one")
+    workers = len(drawn.placement.mesh.members)  # each mesh epoch comes with as many Reconfigures
+    breaks = LinkBreak(RECONFIGURED, workers + 3, "all"), LinkBreak(RECONFIGURED, 4 * workers, "one")
     return replace(drawn, breaks=breaks)
 
 
