@@ -289,6 +289,7 @@ class ProcessIO:
         self._launcher = launcher
         self._run_dir = run_dir
         self._scratch = scratch
+        self._newest_at_begin = checkpoints.newest
         self._mailbox = Mailbox()
         self._ready: deque[Event] = deque()  # events that were found and not returned yet
         self._stops: deque[StopRequested] = deque()  # filled by a signal handler
@@ -318,7 +319,7 @@ class ProcessIO:
             undo.callback(self._links.close)
             groups = settings.runtime.collectives == GROUP
             self._groups = GroupStore(group_host(settings.runtime, host)) if groups else None
-            record = {} if settings.timeouts.adopt is None else adoption_record(settings, scratch)
+            record = {} if settings.timeouts.adopt is None else adoption_record(settings, scratch, checkpoints.newest)
             self._writer = _ManifestWriter(
                 run_dir,
                 settings.checkpoint,
@@ -516,7 +517,7 @@ class ProcessIO:
         self._ready.append(CheckpointFound(newest_checkpoint(self._run_dir, newest)))
 
     def find_shards(self) -> list[ShardInfo]:
-        return unfinished_shards(self._run_dir, self._spec.checkpoints.incarnation)
+        return unfinished_shards(self._run_dir, self._spec.checkpoints.incarnation, self._newest_at_begin)
 
     def settle(self) -> None:
         self._launcher.settle()

@@ -34,9 +34,9 @@ from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.recovery.generations import FIRST
 from elaswave_spmd.recovery.messages import Prepare
 from elaswave_spmd.run_dir import RunDir, read_metrics
-from elaswave_spmd.run_dir.checkpoints import newest_complete
+from elaswave_spmd.run_dir.checkpoints import newest_of_life
 from elaswave_spmd.run_dir.directory import SUMMARY
-from elaswave_spmd.run_dir.journal import ORPHAN_GRACE, read_journal
+from elaswave_spmd.run_dir.journal import CHECKPOINT, ORPHAN_GRACE, read_journal
 from elaswave_spmd.run_dir.lock import RunLock, workers_live
 from elaswave_spmd.run_dir.manifest import layout_fingerprint
 from elaswave_spmd.run_dir.run_identity import check_identity
@@ -55,15 +55,17 @@ _OTHER_SETTINGS = (
 )
 
 
-def adoption_record(settings: Settings, scratch: str) -> dict[str, Any]:
+def adoption_record(settings: Settings, scratch: str, checkpoint: int) -> dict[str, Any]:
     """The fields of the journal's first line by which the next controller finds the workers and checks their settings.
 
     Args:
         scratch: the directory of the sockets.
+        checkpoint: the step of the newest checkpoint that was in the run's directory, and good, when this life began.
     """
     mesh = checks.plain(dataclasses.asdict(settings.mesh))
     grace = settings.timeouts.orphan_grace
-    return {SCRATCH: scratch, "mesh": mesh, "settings": _digest(settings), ORPHAN_GRACE: grace}
+    found = {SCRATCH: scratch, "mesh": mesh, "settings": _digest(settings), ORPHAN_GRACE: grace}
+    return {**found, CHECKPOINT: checkpoint}
 
 
 def _digest(settings: Settings) -> str:
@@ -205,7 +207,7 @@ def _adopt(settings: Settings, path: Path, lock: RunLock, *, may_have_agents: bo
             last_epoch=lines[-1]["epoch"] + 1,  # of the journal's next line
             prepared=Prepare(prepared[-1]["epoch"], prepared[-1]["after"]) if prepared else None,
             credentials=credentials_from_dict(first["credentials"]) if "credentials" in first else None,
-            newest_checkpoint=newest_complete(path),
+            newest_checkpoint=newest_of_life(path, first["incarnation"]) or first.get(CHECKPOINT, 0),
             pids=orphans.pids,
             next_rank=max(known_ranks),
             newcomers=newcomers(folder, orphans),

@@ -68,7 +68,8 @@ class Adoption:
             mesh epochs so far, and new ones are above it.
         prepared: the Prepare that was journaled last; None if the mesh has never been about to change.
         credentials: the credentials of the run's links; None if they need none.
-        newest_checkpoint: the step of the newest checkpoint; 0 if there is none.
+        newest_checkpoint: the step of the newest checkpoint that this life of the run has completed, or began at; 0 if
+            there is none.
         pids: rank -> process id, of the workers on this machine that live.
         next_rank: all ranks below it have been given to workers.
         newcomers: ranks of the workers that were about to join, whether they live or have ended meanwhile.

@@ -189,15 +189,38 @@ def newest_complete(run_dir: str | Path) -> int:
     return next((step_of(path) for path in find_checkpoints(run_dir) if has_manifest(path)), 0)
 
 
-def unfinished_shards(run_dir: str | Path, incarnation: int) -> list[ShardInfo]:
-    """The shards that one life of the run wrote for checkpoints that are newer than the newest complete one.
+def newest_of_life(run_dir: str | Path, incarnation: int) -> int:
+    """The step of the newest checkpoint that one life of the run has completed; 0 if it has completed none.
+
+    There may be a newer one of an earlier life, which was found to be bad when this life began.
+
+    Args:
+        incarnation: the number of the life.
+
+    Raises:
+        UnreadableError: a manifest cannot be read now, so this is not known.
+    """
+    for directory in find_checkpoints(run_dir):
+        try:
+            if load_manifest(directory).ballot.incarnation == incarnation:
+                return step_of(directory)
+        except UnreadableError:
+            raise
+        except CheckpointError:  # a damaged manifest, or none
+            continue
+    return 0
+
+
+def unfinished_shards(run_dir: str | Path, incarnation: int, newest: int) -> list[ShardInfo]:
+    """The shards that one life of the run wrote for checkpoints that it has not completed.
 
     Args:
         incarnation: the number of the life. Hashes of its shards are not verified here.
+        newest: the step of its newest complete checkpoint; only shards of later steps are looked for.
     """
     found: list[ShardInfo] = []
     for directory in find_checkpoints(run_dir):
-        if has_manifest(directory):
+        if step_of(directory) <= newest:
             break
         for path in sorted(directory.glob("shard_*.safetensors")):
             with contextlib.suppress(CheckpointError):  # a damaged shard does not count: its pages are missing

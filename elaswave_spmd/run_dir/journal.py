@@ -23,8 +23,12 @@ ORPHAN_GRACE = "orphan_grace"
 """A field of the first line of a life whose workers wait to be adopted by a later controller: the number of seconds
 that they may live without one."""
 
+CHECKPOINT = "checkpoint"
+"""A field of the same line: the step of the newest good checkpoint in the run's directory when the life began, or 0."""
+
 _TYPES: dict[str, tuple[type, ...]] = {
     ORPHAN_GRACE: (float, int),
+    CHECKPOINT: (int,),
     "run": (str,),
     "identity": (dict,),
     "layout": (dict,),

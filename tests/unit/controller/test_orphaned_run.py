@@ -28,7 +28,7 @@ from tests.unit.controller.made_up_workers import settings_in
 
 def about(settings: Settings, folder: Path) -> dict[str, Any]:
     """What the first line of a life of the run has for the next controller."""
-    return {"credentials": RunToken.make().to_dict(), **adoption_record(settings, str(folder / "gone"))}
+    return {"credentials": RunToken.make().to_dict(), **adoption_record(settings, str(folder / "gone"), 0)}
 
 
 KILLED = "123456789\n"

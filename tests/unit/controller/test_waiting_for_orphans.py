@@ -19,7 +19,7 @@ def with_adopt(seconds: float | None) -> Settings:
 def write_lives(run_dir: Path, *lives: Settings) -> None:
     lines = []
     for number, settings in enumerate(lives, start=1):
-        about = {} if settings.timeouts.adopt is None else adoption_record(settings, "/sockets")
+        about = {} if settings.timeouts.adopt is None else adoption_record(settings, "/sockets", 0)
         lines += [{"incarnation": number, "epoch": epoch, "reason": "begin", **about} for epoch in (0, 1)]
         lines[-1] = {"incarnation": number, "epoch": 1, "reason": "prepare"}
     (run_dir / EPOCHS).write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -23,10 +23,12 @@ from elaswave_spmd.run_dir.checkpoints import (
     find_checkpoints,
     load_newest_good,
     newest_complete,
+    newest_of_life,
     open_checkpoint,
     prune,
     remove_superfluous,
     remove_unfinished,
+    unfinished_shards,
     write_manifest,
 )
 from elaswave_spmd.run_dir.journal import Ballot
@@ -408,3 +410,24 @@ def test_checkpoints_that_cannot_be_listed_are_refused_in_words(
         remove_unfinished(tmp_path)
         remove_superfluous(tmp_path)
     assert newest_complete(tmp_path) == 1
+
+
+def test_what_a_life_has_completed_and_what_it_has_not_is_known_beside_a_newer_bad_one_of_an_earlier_life(
+    tmp_path: Path,
+) -> None:
+    """The earlier life's newest checkpoint is damaged: the later one went back, and is not past that step yet."""
+    earlier, later = Ballot(1, 3), Ballot(2, 1)
+    save(tmp_path, 4, earlier)
+    bad, _ = save(tmp_path, 9, earlier)
+    flip(bad / MANIFEST, 40)
+    assert newest_of_life(tmp_path, 2) == 0
+    for step in (6, 7, 9):
+        layout = small_layout()
+        shards = write_shards(
+            checkpoint_path(tmp_path, step), layout, state_of(layout, step), {1: whole(layout)}, step=step, ballot=later
+        )
+        if step == 6:
+            write_manifest(checkpoint_path(tmp_path, 6), manifest_of(layout, shards, 6, ballot=later))
+    assert (newest_of_life(tmp_path, 1), newest_of_life(tmp_path, 2)) == (4, 6)
+    assert [shard.step for shard in unfinished_shards(tmp_path, 2, 6)] == [9, 7]
+    assert unfinished_shards(tmp_path, 1, 9) == []
