@@ -73,6 +73,8 @@ class PaceTrial:
         last_s: when the step before was committed; None: it was in another mesh epoch.
         before: seconds of the last steps before the order, without paces or with those that were kept.
         paced: seconds of the last steps with the paces that were ordered.
+        times: how many times as long steps take, with the orders that were judged and kept, as without paces: the
+            product of what each of them has changed. So no chain of orders that are each a little too slow is kept.
         under_way: steps that are not looked at, as the newest order may not have reached all workers.
         is_judged: the newest order was judged.
         failed: steps took too long with paces.
@@ -81,6 +83,7 @@ class PaceTrial:
     last_s: float | None = None
     before: deque[float] = field(default_factory=lambda: deque(maxlen=TRIAL_STEPS))
     paced: deque[float] = field(default_factory=lambda: deque(maxlen=TRIAL_STEPS))
+    times: float = 1.0
     under_way: int = 0
     is_judged: bool = False
     failed: bool = False
@@ -113,9 +116,9 @@ class PaceTrial:
         if self.is_judged or not self.is_complete or len(self.before) < _FEWEST_BEFORE:
             return None
         self.is_judged = True
-        times = median(self.paced) / median(self.before)
-        self.failed = times > _LONGER
-        return times if self.failed else None
+        self.times *= median(self.paced) / median(self.before)
+        self.failed = self.times > _LONGER
+        return self.times if self.failed else None
 
 
 class Frequencies:

@@ -365,6 +365,7 @@ class Rescheduler:
                 align=settings.align,
                 stage_counts=None if settings.layers and settings.stages else (),
                 keeps_layers=not settings.layers,
+                follows_speeds=settings.microbatches,
             ),
             protocol.running,
         )
@@ -386,8 +387,8 @@ class Rescheduler:
         """The next move, if one gains enough; else None.
 
         Micro-batches come first, as they move no state; layers are moved when micro-batches gain nothing more.
-        If layers do not fit in memory where they are, they move to where they do, whatever that gains. If nothing that
-        was found fits, they move for a gain alone.
+        If layers or micro-batches do not fit in memory where they are, they move to where they do, whatever that gains.
+        If nothing that was found fits, they move for a gain alone.
         """
         before, now, later = decision.before.seconds, decision.now, decision.later
         if not decision.layers_stay:
@@ -396,6 +397,11 @@ class Rescheduler:
                 return self._goal_of(last.assignment, before, last.time.seconds, "layers to where they fit in memory")
             gains = last.time.seconds <= before * (1 - self._settings.min_gain)
             return self._goal_of(last.assignment, before, last.time.seconds, "layers by cost") if gains else None
+        if decision.overflows and (later is not None or self._settings.microbatches):
+            what = (
+                "micro-batches to where they fit in memory" if later is None else "layers to where they fit in memory"
+            )
+            return self._goal_of(decision.last.assignment, before, decision.last.time.seconds, what)
         if self._settings.microbatches and now.time.seconds <= before * (1 - self._settings.min_gain):
             return self._goal_of(now.assignment, before, now.time.seconds, "micro-batches assigned by speed")
         if self._settings.layers and later is not None and later.time.seconds <= before * (1 - self._settings.min_gain):

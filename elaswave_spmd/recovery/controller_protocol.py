@@ -883,6 +883,9 @@ class ControllerProtocol:
         is_unsound = self._policy.reads_masters and self._policy.compares_at(standing.version)
         if is_unsound and is_begun and self._pending.lost:
             return True
+        # The new epoch compares the replicas of this version once more (H1), of which nobody may have the next one's.
+        if standing.ahead and self._policy.compares_at(standing.version):
+            return True
         return is_behind_attempt or begins_anew(
             self._checks.rate, is_begun=is_begun, is_suspect=self._pending.is_suspect
         )

@@ -28,6 +28,7 @@ from itertools import chain, pairwise
 
 import numpy as np
 
+from elaswave_spmd.mesh.shape import even_counts
 from elaswave_spmd.scheduling.equal_stages import once_each, with_equal_shared
 from elaswave_spmd.scheduling.placement import CONTIGUOUS
 
@@ -328,6 +329,17 @@ def _with_doubles(
         yield assign_microbatches(
             num_microbatches, speeds, microbatch_order=microbatch_order, starts=starts, align=align
         )
+
+
+def even_assignment(
+    num_microbatches: int, speeds: Sequence[np.ndarray], *, microbatch_order: str = CONTIGUOUS
+) -> MicrobatchAssignment:
+    """The assignment that gives the workers of a stage equally many micro-batches, or one more, whatever their speeds.
+
+    By speed, a fast worker may have more micro-batches than its memory has room for gradient sums.
+    """
+    counts = tuple(even_counts(num_microbatches, len(v)) for v in speeds)
+    return _described(counts, speeds, microbatch_order)
 
 
 def level_assignments(

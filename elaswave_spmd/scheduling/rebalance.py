@@ -33,6 +33,7 @@ from elaswave_spmd.scheduling.microbatch_assignment import (
     MicrobatchAssignment,
     assign_by_speed,
     candidate_assignments,
+    even_assignment,
     fastest,
     first_microbatches,
     with_parked,
@@ -153,6 +154,7 @@ class Decision:
         remaining_steps: the number of steps over which a move had to pay.
         reasons: the reasons in words, one line each.
         lacks: the bytes that the fullest worker lacks for `last`; 0 if that fits in memory.
+        overflows: the assignment before the event, as it runs, does not fit in memory, but `last` does.
     """
 
     before: StepTime
@@ -164,6 +166,7 @@ class Decision:
     remaining_steps: int
     reasons: tuple[str, ...]
     lacks: float = 0.0
+    overflows: bool = False
 
     @property
     def last(self) -> Variant:
@@ -203,6 +206,8 @@ class PlanSettings:
         stage_counts: the numbers of stages that may replace the present number; None for any, () for none.
         keeps_layers: True if no layer may move (`schedule.layers=false`): not even if layers do not fit in memory where
             they are. If stages are lost, their layers move all the same.
+        follows_speeds: True if micro-batches are assigned by the speeds of workers; False if evenly, whatever these are
+            (`schedule.microbatches=false`).
         frequencies: the range of frequencies that devices can be set to; None if no hints are wanted.
     """
 
@@ -214,6 +219,7 @@ class PlanSettings:
     align: float = 0.0
     stage_counts: Collection[int] | None = None
     keeps_layers: bool = False
+    follows_speeds: bool = True
     frequencies: FrequencyRange | None = None
 
     @property
@@ -272,7 +278,7 @@ def plan_change(
     later, why = None, "layers stay (schedule.layers=false)"
     if not settings.keeps_layers:
         later, why = planner.later(grouping, at_once)
-    reasons = [_reason_for_now(now, why_anew), why]
+    reasons = [_reason_for_now(now, why_anew, "by speed" if settings.follows_speeds else "evenly"), why]
     if lacks := planner.lacks((later or now).assignment):
         reasons.append(f"that does not fit in memory: the fullest worker lacks {lacks:,.0f} B")
     hints: tuple[Hint, ...] = ()
@@ -280,15 +286,16 @@ def plan_change(
     if settings.frequencies is not None:
         plan, hints = frequency_hints((later or now).assignment, costs, settings.frequencies, goal_s)
         reasons.append(str(plan))
-    before = planner.before(running)
-    return Decision(before, now, later, not why_anew, hints, plan, remaining_steps, tuple(reasons), lacks)
+    overflows = not lacks and planner.lacks(running or executed(old, settings.split)) > 0
+    before, told = planner.before(running), tuple(reasons)
+    return Decision(before, now, later, not why_anew, hints, plan, remaining_steps, told, lacks, overflows)
 
 
-def _reason_for_now(now: Variant, why_anew: str) -> str:
+def _reason_for_now(now: Variant, why_anew: str, how: str) -> str:
     if why_anew:
         return f"{why_anew}: layers are cut anew before going on ({now.move})"
     workers = sum(map(len, now.assignment.stages))
-    return f"micro-batches assigned by speed to {workers:,} workers, {now.microbatches}; no layer moves"
+    return f"micro-batches assigned {how} to {workers:,} workers, {now.microbatches}; no layer moves"
 
 
 def reassign_microbatches(
@@ -385,7 +392,15 @@ class _Planner:
             speeds, self.old.num_microbatches, self.settings.memory_limit, self.settings.split, self.rule
         )
         estimates = MoveEstimates(self.costs, self.old.layer_cuts, old_stages_of(stages, self.old.stages))
-        candidates = reassign_microbatches(self.old, self.old.num_microbatches, stages, self.costs, self.settings.align)
+        number, order = self.old.num_microbatches, self.old.microbatch_order
+        candidates: list[MicrobatchAssignment] = []
+        if self.settings.follows_speeds:
+            candidates += reassign_microbatches(self.old, number, stages, self.costs, self.settings.align)
+        # The one that needs the least memory may be none of these.
+        if not candidates or self.settings.memory_limit < math.inf:
+            even = even_assignment(number, speeds, microbatch_order=order)
+            if all(even.counts != each.counts for each in candidates):
+                candidates.append(even)
         return _Grouping(stages, rows, estimates, tuple(candidates))
 
     def now(self, grouping: _Grouping) -> tuple[Candidate, str]:
@@ -533,6 +548,8 @@ class _Planner:
         """
         left, idle = grouping.stages, list[int]()
         found: list[tuple[_Grouping, Candidate]] = []
+        if not self.settings.follows_speeds:
+            return found
         for most in (_SEARCHED_WORKERS, _FEW_WORKERS):
             if not 2 < sum(map(len, left)) <= most or (slowest := self.slowest_of(left)) is None:
                 break
@@ -736,6 +753,8 @@ class _Planner:
         those of the other stages better.
         """
         if start.time.how != EXACT or sum(map(len, grouping.stages)) > _SEARCHED_WORKERS:
+            return start
+        if not self.settings.follows_speeds:
             return start
         actions = 2 * start.assignment.num_stages * start.assignment.num_microbatches
         choices = parked_assignments(grouping, start, self.costs)

@@ -195,6 +195,7 @@ class Ours:
             split=case.split,
             stage_counts=None if self.stages and self.layers else (),
             frequencies=self.frequencies,
+            keeps_layers=not self.layers,
         )
         try:
             decision = plan_change(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from elaswave_spmd.conf.schema import ScheduleSettings
 from elaswave_spmd.controller.actions import Action, PlanChange, Record
-from elaswave_spmd.controller.dvfs import TRIAL_STEPS, Frequencies, hold_seconds, rounded_hints
+from elaswave_spmd.controller.dvfs import TRIAL_STEPS, Frequencies, PaceTrial, hold_seconds, rounded_hints
 from elaswave_spmd.controller.rescheduler import MeasuredCosts, ReschedulePolicy, Rescheduler
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.recovery.actions import Broadcast, Send
@@ -372,3 +372,15 @@ def test_hints_wait_until_it_is_known_whether_weight_gradients_are_put_off() -> 
     trial.is_trying = False
     world.train(10)
     assert world.sent
+
+
+def test_orders_that_are_each_a_little_too_slow_are_not_kept_one_after_the_other() -> None:
+    trial, now, found = PaceTrial(), 0.0, []
+    for order, seconds in enumerate((1.0, 1.04, 1.04 * 1.04)):
+        if order:
+            trial.ordered()
+        for _ in range(2 * TRIAL_STEPS):
+            now += seconds
+            found.append(trial.committed(now, has_paces=order > 0))
+    assert [times for times in found if times is not None] == [pytest.approx(1.04 * 1.04)]
+    assert trial.failed

@@ -188,6 +188,15 @@ def test_layers_follow_their_costs() -> None:
     assert world.goals[0].layer_cuts[1] > LAYERS // 2 and "layers by cost" in world.goals[0].why
 
 
+def test_where_microbatches_do_not_follow_speeds_layers_move_without_them() -> None:
+    """The plan that moved layers had micro-batches by speed, too."""
+    world = World([2, 2], microbatches=False)
+    world.costs[5], world.speeds[3] = 4.0, 0.5
+    world.train(40)
+    goal = world.goals[0]
+    assert goal.layer_cuts[1] > LAYERS // 2 and goal.microbatch_counts == world.placement.microbatch_counts
+
+
 def test_what_is_switched_off_does_not_happen() -> None:
     world = World([2, 1], microbatches=False, layers=False)
     world.speeds[0], world.costs[5] = 0.3, 5.0
@@ -269,6 +278,25 @@ def test_layers_that_do_not_fit_where_they_are_are_moved_whatever_that_gains(mic
     assert goal.layer_cuts == (0, 4, 6) and "layers to where they fit in memory" in goal.why
     assert world.answered[0].decision is not None and world.events == []
     assert world.answered[0].decision.now.time.seconds > world.answered[0].decision.before.seconds
+
+
+@pytest.mark.parametrize("limit", [200.0, 300.0])
+def test_microbatches_that_do_not_fit_where_they_are_are_moved_whatever_that_costs(limit: float) -> None:
+    """A worker with 8 micro-batches holds three sums of gradients at once, one with 4 of them two."""
+    world = World([3], memory_limit=limit, layers=False)
+    base = world.measured._base
+    sized = tuple(replace(layer, gradient_bytes=0 if i else 100) for i, layer in enumerate(base.layers))
+    world.measured._base = replace(base, layers=sized)
+    world.placement = world.protocol.placement = replace(world.placement, microbatch_counts=((8, 2, 2),))
+    world.protocol.running = Assignment.of(world.placement)
+    world.speeds = {1: 0.25, 2: 0.25}  # that is the fastest
+    world.train(30)
+    assert "plan" not in [kind for kind, _ in world.events]
+    if limit == 300.0:
+        assert world.goals == []
+        return
+    goal = world.goals[0]
+    assert goal.microbatch_counts == ((4, 4, 4),) and "micro-batches to where they fit in memory" in goal.why
 
 
 def test_layers_that_may_not_move_stay_and_it_is_told_once_that_they_do_not_fit() -> None:
