@@ -927,8 +927,9 @@ class ScheduleSettings(Section, group="schedule"):
     On a busy machine a worker may for a moment take fifty times as long as usual. So a measured difference counts, and
     is shown, only as far as it has lasted for `lasting` seconds.
 
-    Without a `memory_limit` no change gives a worker more than twice the even share of state on the mesh that the run
-    was started with. The limit also bounds the weight gradients that a worker puts off.
+    Without a `memory_limit` no change gives a worker more state than twice the even share on the mesh that the run was
+    started with, or than the fullest worker has at present if that is more. The limit also bounds the weight gradients
+    that a worker puts off.
     """
 
     microbatches: bool = setting(True, "assign micro-batches by the measured speed of workers")

@@ -149,11 +149,11 @@ class CheckpointCoordinator:
         return self._failed.get(step, "")
 
     def awaits(self, step: int) -> bool:
-        """True if the checkpoint of a step is due, and may still come."""
-        # A run that was resumed writes no checkpoint of the step at which it begins, or of one before; these may be in
-        # another directory, so `_newest` does not tell.
-        newest = max(self._newest, self._spec.step if not self._spec.came_back else 0)
-        return self._spec.orders.is_due(step) and step > newest and step not in self._failed
+        """True if the checkpoint of a step is due, and is still expected: no lost worker may have had a part of it."""
+        # `_incomplete` is no less than the step at which a resumed run begins, of which it writes no checkpoint. That
+        # step's may be in another directory, so `_newest` does not tell.
+        begins = max(self._newest, self._incomplete)
+        return self._spec.orders.is_due(step) and step > begins and step not in self._failed
 
     @property
     def awaits_newest(self) -> bool:
@@ -164,7 +164,7 @@ class CheckpointCoordinator:
         newest = self._spec.orders.newest_due(self._committed)
         while newest in self._failed:
             newest = self._spec.orders.newest_due(newest - 1)
-        return newest > self._incomplete and self.awaits(newest)
+        return self.awaits(newest)
 
     def worker_lost(self, until: int | None = None) -> None:
         """A worker is lost: what it had not written yet of checkpoints will not come.

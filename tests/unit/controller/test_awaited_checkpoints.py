@@ -49,6 +49,20 @@ def test_one_that_failed_or_that_a_lost_worker_had_a_part_of_is_not() -> None:
     assert found.awaits_newest, "the others write all of it"
 
 
+def test_a_best_one_that_a_lost_worker_had_a_part_of_is_not_awaited() -> None:
+    """`awaits` is asked for the steps with the best validation losses, which may be any that are due."""
+    found = coordinator(compares=False)
+    found.committed(11)
+    assert found.awaits(5) and found.awaits(10)
+    found.worker_lost(until=7)
+    assert not found.awaits(5), "the end of a run would wait for it for timeouts.shutdown, in vain"
+    assert found.awaits(10), "the lost worker had left before that"
+    found.worker_lost()
+    assert not found.awaits(10)
+    found.committed(15)
+    assert found.awaits(15) and not found.awaits(16), "16 is not due"
+
+
 def test_where_the_newest_is_lost_the_one_before_it_is_awaited() -> None:
     """A disk that is too slow: the newest was not begun, as those before it were still being written."""
     found = coordinator(compares=False)
