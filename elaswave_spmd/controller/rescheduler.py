@@ -414,8 +414,7 @@ class Rescheduler:
         if not decision.lacks or self._told_of_memory == epoch:
             return []
         self._told_of_memory = epoch
-        may_move = self._settings.layers
-        stay = "the best plan that was found does not fit" if may_move else "layers stay (schedule.layers=false)"
+        stay = "the best plan that was found does not fit" if self._settings.layers else "no layer may move"
         why = f"the fullest worker lacks {decision.lacks:,.0f} B of schedule.memory_limit, and {stay}"
         return [Record("plan", {"ranks": [], "mesh_epoch": epoch, "reason": why, "message": why})]
 
