@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -839,6 +839,10 @@ class Timeouts(Section, group="timeouts"):
 class ChaosEvent(Section, group="chaos.events"):
     """An injected fault, which happens once: when a worker reaches `point` in the first attempt of `step`.
 
+    `rank` counts from 0, and workers that come later have the ranks after those of the mesh. A rank that is not in the
+    mesh is refused unless some setting brings workers, such as `elastic.replace`, `elastic.spares`,
+    `elastic.max_workers` or a `join`.
+
     `kind`: `kill`, `stop` and `term` send SIGKILL, SIGSTOP or SIGTERM (a graceful leave) to the worker's process. With
     `exit` the process ends, and with `raise` an exception is raised in it. `corrupt` flips a bit of the worker's state,
     in the parameters or the optimizer's state, as drawn by `chaos.seed`. `join` asks for a new worker at that moment.
@@ -1001,7 +1005,7 @@ class ScheduleSettings(Section, group="schedule"):
 class SlowDevice(Section, group="emulated.slow"):
     """A worker that runs at another speed for some steps."""
 
-    rank: int = setting(REQUIRED, "the worker", at_least=0)
+    rank: int = setting(REQUIRED, "the worker; newcomers have the ranks after those of the mesh", at_least=0)
     speed: float = setting(REQUIRED, "relative to the configured speed", above=0)
     step: int = setting(1, "first step at this speed", at_least=1)
     until: int | None = setting(None, "first step at the normal speed again; null: none")
@@ -1177,6 +1181,40 @@ class Settings(Section):
                     where=where,
                     fix=f"leave {name} out" + (f", or {instead}" if instead else ""),
                 )
+        if not {"chaos", "chaos.events"}.isdisjoint(names):
+            self._check_ranks("chaos.events.rank", [rank for e in self.chaos.events for rank in e.ranks or ()])
+        if not {"emulated", "emulated.slow"}.isdisjoint(names):
+            self._check_ranks("emulated.slow.rank", [slow.rank for slow in self.emulated.slow])
+
+    def _check_ranks(self, name: str, ranks: Iterable[int]) -> None:
+        """Refuse ranks that no worker can have: what a run does to them would never happen, and nobody would notice."""
+        workers = self.mesh.shape.num_workers
+        unknown = [rank for rank in ranks if rank >= workers]
+        if not unknown or self._may_have_newcomers:
+            return
+        given = checks.override(name, unknown[0])
+        mesh = checks.override("mesh", self.mesh.shape.name)
+        more = f"elastic.replace=true, elastic.spares=1 or elastic.max_workers={unknown[0] + 1}"
+        raise ConfigError(
+            f"{given} is no worker of {mesh}, and no setting brings other workers",
+            rule="ranks count from 0, and workers that come later get the next ones",
+            where=f"{given} {mesh}",
+            exists="rank 0" if workers == 1 else f"ranks 0 to {workers - 1}",
+            fix="one of these, or a larger mesh"
+            + (f"; or {more}, if a newcomer is meant" if self.elastic.enabled else ""),
+        )
+
+    @property
+    def _may_have_newcomers(self) -> bool:
+        """True if workers may have other ranks than those of the mesh, by what the settings say.
+
+        `ctl add` alone does not count, since it is possible in every elastic run: `elastic.max_workers` tells of it.
+        """
+        elastic, most = self.elastic, self.elastic.max_workers
+        joins = self.chaos.random or any(event.kind == "join" for event in self.chaos.events)
+        grows = self.runtime.has_agents or (most is not None and most > self.mesh.shape.num_workers)
+        adopts = self.train.resume is not None and self.timeouts.adopt is not None
+        return adopts or (elastic.enabled and (elastic.replaces or joins or grows))
 
     def _choices(self) -> Iterator[tuple[Collection[str], bool, str, str]]:
         """The settings that are read only with some choice.
