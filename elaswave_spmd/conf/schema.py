@@ -264,7 +264,9 @@ class OptimSettings(Section, group="optim"):
         0.1, "learning rate at the end of linear, cosine and wsd, as a share of the peak", at_least=0
     )
     max_skipped: int = setting(
-        10, "steps in a row without an update (gradient not finite, no weight of the loss) that end the run", at_least=0
+        10,
+        "steps in a row without an update that end the run (gradient not finite, loss without weight); 0: none do",
+        at_least=0,
     )
     ema: float | None = setting(
         None, "decay of an average of the weights over the steps, such as 0.999; null: none", above=0, below=1
