@@ -643,7 +643,10 @@ class ElasticSettings(Section, group="elastic"):
         20, "new workers in place of lost ones and on machines that come, in a minute", at_least=1
     )
     evict_slower_than: float = setting(
-        0.0, "remove a worker that stays slower than this share of the median speed; 0: none", at_least=0, below=1
+        0.0,
+        "remove a worker that stays slower than this share of the median speed, in steps of 50 ms or more; 0: none",
+        at_least=0,
+        below=1,
     )
 
     def check_rules(self) -> None:
@@ -933,12 +936,17 @@ class ScheduleSettings(Section, group="schedule"):
     On a busy machine a worker may for a moment take fifty times as long as usual. So a measured difference counts, and
     is shown, only as far as it has lasted for `lasting` seconds.
 
+    While a step is expected to take less than 50 ms, by the measured times of its layers, differences are noise: no worker
+    is told of as slow or evicted, and nothing is moved but layers that do not fit in memory where they are.
+
     Without a `memory_limit` no change gives a worker more than twice the even share of state on the mesh that the run
     was started with. The limit also bounds the weight gradients that a worker puts off.
     """
 
-    microbatches: bool = setting(True, "assign micro-batches by the measured speed of workers")
-    layers: bool = setting(True, "move layers to other stages when that pays")
+    microbatches: bool = setting(
+        True, "assign micro-batches by the measured speed of workers, in steps of 50 ms or more"
+    )
+    layers: bool = setting(True, "move layers to other stages when that pays, in steps of 50 ms or more")
     stages: bool = setting(False, "the number of stages may change, too")
     align: float = setting(
         0.0,
