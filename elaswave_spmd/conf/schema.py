@@ -1241,6 +1241,9 @@ class Settings(Section):
         backend = next((name for name, of in _DEVICE_OF_FREQUENCY.items() if of == device), "")
         instead = f"schedule.frequency={backend}" if backend else ""
         yield _OF_FREQUENCIES, self.schedule.frequency != "none", "schedule.frequency=none", instead
+        moves = {"elastic.enabled": self.elastic.enabled, "schedule.layers": self.schedule.layers}
+        for name, is_on in moves.items():  # false is the default of schedule.stages, and says what is so anyway
+            yield ("schedule.stages",), is_on or not self.schedule.stages, f"{name}=false", f"{name}=true"
         data, runtime = self.data, self.runtime
         chosen = f"data={data.name}" if data.target is None else f"data.target={data.target}"
         yield ("data.cache",), data.target is None and data.name != "bin", chosen, "data=text"
