@@ -936,8 +936,8 @@ class ScheduleSettings(Section, group="schedule"):
     On a busy machine a worker may for a moment take fifty times as long as usual. So a measured difference counts, and
     is shown, only as far as it has lasted for `lasting` seconds.
 
-    While a step is expected to take less than 50 ms, by the measured times of its layers, differences are noise: no worker
-    is told of as slow or evicted, and nothing is moved but layers that do not fit in memory where they are.
+    While a step is expected to take less than 50 ms, by the measured times of its layers, differences are noise: no
+    worker is told of as slow or evicted, and nothing is moved but layers that do not fit in memory where they are.
 
     Without a `memory_limit` no change gives a worker more than twice the even share of state on the mesh that the run
     was started with. The limit also bounds the weight gradients that a worker puts off.
@@ -1248,6 +1248,12 @@ class Settings(Section):
         chosen = f"data={data.name}" if data.target is None else f"data.target={data.target}"
         yield ("data.cache",), data.target is None and data.name != "bin", chosen, "data=text"
         yield ("data.ahead",), data.target is not None, chosen, "data.target=my_file.MyDataset"
+        for name in (
+            "count",
+            "scatter",
+        ):  # mirrors take over from lost workers, and a loss ends a run that is not elastic
+            is_read = self.elastic.enabled or not getattr(self.mirror, name)
+            yield (f"mirror.{name}",), is_read, "elastic.enabled=false", "elastic.enabled=true"
         yield ("mirror.scatter",), self.mirror.count > 0, "mirror.count=0", "mirror.count=1"
         checks_devices = self.verify.rate > 0 or self.mirror.verify_every > 0
         yield ("verify.action",), checks_devices, "verify.rate=0", "verify.rate=0.01"
