@@ -1248,10 +1248,7 @@ class Settings(Section):
         chosen = f"data={data.name}" if data.target is None else f"data.target={data.target}"
         yield ("data.cache",), data.target is None and data.name != "bin", chosen, "data=text"
         yield ("data.ahead",), data.target is not None, chosen, "data.target=my_file.MyDataset"
-        for name in (
-            "count",
-            "scatter",
-        ):  # mirrors take over from lost workers, and a loss ends a run that is not elastic
+        for name in ("count", "scatter"):  # mirrors are there for losses, and a loss ends a run that is not elastic
             is_read = self.elastic.enabled or not getattr(self.mirror, name)
             yield (f"mirror.{name}",), is_read, "elastic.enabled=false", "elastic.enabled=true"
         yield ("mirror.scatter",), self.mirror.count > 0, "mirror.count=0", "mirror.count=1"
