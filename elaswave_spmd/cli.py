@@ -249,7 +249,7 @@ def _run(settings: Settings, signals: StopSignals, run_dir_fd: int | None) -> in
     worker_start(settings)  # refuses a device that cannot be used here; what it lacks may keep torch from importing
     from elaswave_spmd.controller import startup as controller  # imports torch: only now that the settings are good
 
-    command = controller.Command.typed(sys.argv[1:])
+    command = controller.Command.typed(sys.argv[1:], is_supervised=run_dir_fd is not None)
     return controller.run(settings, here=True, command=command, signals=signals, run_dir_fd=run_dir_fd)
 
 

@@ -1,1 +1,1 @@
-"""The Python interface: `import elaswave_spmd as ew`, then `ew.train(...)`. See README.md, "From Python"."""
+"""The Python interface: `import elaswave_spmd as ew`, then `ew.train(...)`. See docs/from_python.md and docs/api.md."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -264,7 +264,9 @@ class OptimSettings(Section, group="optim"):
         0.1, "learning rate at the end of linear, cosine and wsd, as a share of the peak", at_least=0
     )
     max_skipped: int = setting(
-        10, "steps in a row without an update (gradient not finite, no weight of the loss) that end the run", at_least=0
+        10,
+        "steps in a row without an update that end the run (gradient not finite, loss without weight); 0: none do",
+        at_least=0,
     )
     ema: float | None = setting(
         None, "decay of an average of the weights over the steps, such as 0.999; null: none", above=0, below=1
@@ -641,7 +643,10 @@ class ElasticSettings(Section, group="elastic"):
         20, "new workers in place of lost ones and on machines that come, in a minute", at_least=1
     )
     evict_slower_than: float = setting(
-        0.0, "remove a worker that stays slower than this share of the median speed; 0: none", at_least=0, below=1
+        0.0,
+        "remove a worker that stays slower than this share of the median speed, in steps of 50 ms or more; 0: none",
+        at_least=0,
+        below=1,
     )
 
     def check_rules(self) -> None:
@@ -839,6 +844,10 @@ class Timeouts(Section, group="timeouts"):
 class ChaosEvent(Section, group="chaos.events"):
     """An injected fault, which happens once: when a worker reaches `point` in the first attempt of `step`.
 
+    `rank` counts from 0, and workers that come later have the ranks after those of the mesh. A rank that is not in the
+    mesh is refused unless some setting brings workers, such as `elastic.replace`, `elastic.spares`,
+    `elastic.max_workers` or a `join`.
+
     `kind`: `kill`, `stop` and `term` send SIGKILL, SIGSTOP or SIGTERM (a graceful leave) to the worker's process. With
     `exit` the process ends, and with `raise` an exception is raised in it. `corrupt` flips a bit of the worker's state,
     in the parameters or the optimizer's state, as drawn by `chaos.seed`. `join` asks for a new worker at that moment.
@@ -927,13 +936,18 @@ class ScheduleSettings(Section, group="schedule"):
     On a busy machine a worker may for a moment take fifty times as long as usual. So a measured difference counts, and
     is shown, only as far as it has lasted for `lasting` seconds.
 
+    While a step is expected to take less than 50 ms, by the measured times of its layers, differences are noise: no
+    worker is told of as slow or evicted, and nothing is moved but what does not fit in memory where it is.
+
     Without a `memory_limit` no change gives a worker more state than twice the even share on the mesh that the run was
     started with, or than the fullest worker has at present if that is more. The limit also bounds the weight gradients
     that a worker puts off.
     """
 
-    microbatches: bool = setting(True, "assign micro-batches by the measured speed of workers")
-    layers: bool = setting(True, "move layers to other stages when that pays")
+    microbatches: bool = setting(
+        True, "assign micro-batches by the measured speed of workers, in steps of 50 ms or more"
+    )
+    layers: bool = setting(True, "move layers to other stages when that pays, in steps of 50 ms or more")
     stages: bool = setting(False, "the number of stages may change, too")
     align: float = setting(
         0.0,
@@ -1002,7 +1016,7 @@ class ScheduleSettings(Section, group="schedule"):
 class SlowDevice(Section, group="emulated.slow"):
     """A worker that runs at another speed for some steps."""
 
-    rank: int = setting(REQUIRED, "the worker", at_least=0)
+    rank: int = setting(REQUIRED, "the worker; newcomers have the ranks after those of the mesh", at_least=0)
     speed: float = setting(REQUIRED, "relative to the configured speed", above=0)
     step: int = setting(1, "first step at this speed", at_least=1)
     until: int | None = setting(None, "first step at the normal speed again; null: none")
@@ -1178,6 +1192,40 @@ class Settings(Section):
                     where=where,
                     fix=f"leave {name} out" + (f", or {instead}" if instead else ""),
                 )
+        if not {"chaos", "chaos.events"}.isdisjoint(names):
+            self._check_ranks("chaos.events.rank", [rank for e in self.chaos.events for rank in e.ranks or ()])
+        if not {"emulated", "emulated.slow"}.isdisjoint(names):
+            self._check_ranks("emulated.slow.rank", [slow.rank for slow in self.emulated.slow])
+
+    def _check_ranks(self, name: str, ranks: Iterable[int]) -> None:
+        """Refuse ranks that no worker can have: what a run does to them would never happen, and nobody would notice."""
+        workers = self.mesh.shape.num_workers
+        unknown = [rank for rank in ranks if rank >= workers]
+        if not unknown or self._may_have_newcomers:
+            return
+        given = checks.override(name, unknown[0])
+        mesh = checks.override("mesh", self.mesh.shape.name)
+        more = f"elastic.replace=true, elastic.spares=1 or elastic.max_workers={unknown[0] + 1}"
+        raise ConfigError(
+            f"{given} is no worker of {mesh}, and no setting brings other workers",
+            rule="ranks count from 0, and workers that come later get the next ones",
+            where=f"{given} {mesh}",
+            exists="rank 0" if workers == 1 else f"ranks 0 to {workers - 1}",
+            fix="one of these, or a larger mesh"
+            + (f"; or {more}, if a newcomer is meant" if self.elastic.enabled else ""),
+        )
+
+    @property
+    def _may_have_newcomers(self) -> bool:
+        """True if workers may have other ranks than those of the mesh, by what the settings say.
+
+        `ctl add` alone does not count, since it is possible in every elastic run: `elastic.max_workers` tells of it.
+        """
+        elastic, most = self.elastic, self.elastic.max_workers
+        joins = self.chaos.random or any(event.kind == "join" for event in self.chaos.events)
+        grows = self.runtime.has_agents or (most is not None and most > self.mesh.shape.num_workers)
+        adopts = self.train.resume is not None and self.timeouts.adopt is not None
+        return adopts or (elastic.enabled and (elastic.replaces or joins or grows))
 
     def _choices(self) -> Iterator[tuple[Collection[str], bool, str, str]]:
         """The settings that are read only with some choice.
@@ -1194,10 +1242,16 @@ class Settings(Section):
         backend = next((name for name, of in _DEVICE_OF_FREQUENCY.items() if of == device), "")
         instead = f"schedule.frequency={backend}" if backend else ""
         yield _OF_FREQUENCIES, self.schedule.frequency != "none", "schedule.frequency=none", instead
+        moves = {"elastic.enabled": self.elastic.enabled, "schedule.layers": self.schedule.layers}
+        for name, is_on in moves.items():  # false is the default of schedule.stages, and says what is so anyway
+            yield ("schedule.stages",), is_on or not self.schedule.stages, f"{name}=false", f"{name}=true"
         data, runtime = self.data, self.runtime
         chosen = f"data={data.name}" if data.target is None else f"data.target={data.target}"
         yield ("data.cache",), data.target is None and data.name != "bin", chosen, "data=text"
         yield ("data.ahead",), data.target is not None, chosen, "data.target=my_file.MyDataset"
+        for name in ("count", "scatter"):  # mirrors are there for losses, and a loss ends a run that is not elastic
+            is_read = self.elastic.enabled or not getattr(self.mirror, name)
+            yield (f"mirror.{name}",), is_read, "elastic.enabled=false", "elastic.enabled=true"
         yield ("mirror.scatter",), self.mirror.count > 0, "mirror.count=0", "mirror.count=1"
         checks_devices = self.verify.rate > 0 or self.mirror.verify_every > 0
         yield ("verify.action",), checks_devices, "verify.rate=0", "verify.rate=0.01"

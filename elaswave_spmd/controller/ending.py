@@ -43,7 +43,7 @@ class Command:
     """The command as it was typed.
 
     Args:
-        program: everything before the settings, such as (python, train.py).
+        program: everything before the settings, such as (python, train.py), and the flag of a supervised command.
         words: the settings, name=value.
     """
 
@@ -51,16 +51,21 @@ class Command:
     words: tuple[str, ...] = ()
 
     @classmethod
-    def typed(cls, words: Sequence[str]) -> Command:
-        """The command of this process, whose settings are `words`."""
+    def typed(cls, words: Sequence[str], *, is_supervised: bool = False) -> Command:
+        """The command of this process, whose settings are `words`.
+
+        Args:
+            is_supervised: a supervisor has started this process, with the words that were typed except for its flag.
+        """
         whole, words = sys.orig_argv, tuple(words)
+        flag = ("--supervise",) if is_supervised else ()
         if not whole or tuple(whole[len(whole) - len(words) :]) != words:
-            return cls((os.path.basename(sys.executable), sys.argv[0]), words)  # not started by a command line
+            return cls((os.path.basename(sys.executable), sys.argv[0], *flag), words)  # not started by a command line
         program = whole[: len(whole) - len(words)]
         # A script that an installer has made is run by its first line; what was typed is its name.
         if len(program) > 1 and (name := os.path.basename(program[1])) and shutil.which(name) == program[1]:
             program = [name, *program[2:]]
-        return cls(tuple(program), words)
+        return cls((*program, *flag), words)
 
     def resuming(
         self, run_dir: Path, *, was_resumed: bool, into: Path | None = None, also: Collection[str] = ()

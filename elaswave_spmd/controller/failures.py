@@ -119,8 +119,8 @@ class FailurePolicy:
         replaces: True if a worker is started in place of each that is lost (elastic.replace or elastic.spares).
         start_s: how many seconds a worker of the first mesh may take to be ready (timeouts.start).
         min_workers: with fewer workers the run does not begin again (elastic.min_workers).
-        max_skipped: this many steps in a row without an update end the run (optim.max_skipped). A step has no update
-            if its gradient is not finite, or if the weight of its loss is not above 0.
+        max_skipped: this many steps in a row without an update end the run (optim.max_skipped), none with 0. A step
+            has no update if its gradient is not finite, or if the weight of its loss is not above 0.
         restarts: True if the run may begin again, as its workers can be started a second time.
         mesh: the mesh of the run, from which the mesh is made on which it begins again.
         saves: True if the run writes checkpoints (checkpoint.every).
@@ -342,7 +342,7 @@ class FailureHandler:
         """A step is committed. Too many in a row without an update end the run."""
         self._links.committed(now)
         self._num_skipped = 0 if applied.updated else self._num_skipped + 1
-        if not applied.updated and self._num_skipped >= self._policy.max_skipped:
+        if 0 < self._policy.max_skipped <= self._num_skipped:
             last = f"last: step {applied.step}, loss {applied.loss}"
             if applied.weight is not None and not applied.weight > 0:
                 why = (

@@ -31,7 +31,7 @@ from elaswave_spmd.scheduling.split_backward import SplitBackward, best_limits, 
 from elaswave_spmd.scheduling.step_time import Assignment, state_of, step_time
 
 _MOST_DOUBLINGS = 6  # the number of reviews that must ask for a change doubles with each change, at most this often
-_SHORT_STEP_S = 0.05  # seconds; nothing is moved for shorter steps, whose differences are noise
+_SHORT_STEP_S = 0.05  # seconds; nothing is moved for shorter steps, whose differences are noise (help of settings)
 _TIMED_WORKERS = 32  # on larger meshes a change after a loss does not compare candidates by their step time
 _SLOW, _FAST = 0.8, 0.9  # relative speeds below which a worker is logged as slow, and above which as recovered
 
@@ -325,7 +325,7 @@ class Rescheduler:
             actions += self._name_slow(costs, step)
             if drained := self._drain_slowest(costs):
                 return [*actions, *drained]
-        elif decision.layers_stay:
+        elif decision.layers_stay and not decision.overflows:
             return actions
         goal = self._goal(decision)
         if goal is None:

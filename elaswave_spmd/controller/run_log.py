@@ -550,8 +550,8 @@ class RunLog:
         if record.last is None:  # resumed at its last step: nothing was left but to collect the weights
             record.last = self._start.last_line
         elif not record.num_updates:
-            # Every step was skipped, in fewer steps than optim.max_skipped, which would have ended the run. Without
-            # this event the run would look like one that has trained.
+            # Every step was skipped, in fewer steps than optim.max_skipped, which would have ended the run, or with 0
+            # steps there. Without this event the run would look like one that has trained.
             number, last = record.num_steps, record.last.step
             which = f"step {last}, the only one," if number == 1 else f"none of the steps {last - number + 1} to {last}"
             message = f"{which} had {'no' if number == 1 else 'an'} update: the weights are as they were before"

@@ -220,7 +220,8 @@ def plain_attributes(dataset: Any) -> dict[str, Any]:
     """The public attributes of a dataset, or of its classes, that are integers or lists and tuples of 1 to 8 integers.
 
     They are offered to the constructor of the model, as `num_classes` is. The attributes of this package's own base
-    classes (`ShardedDataset`) are left out, because they configure how samples are read.
+    classes (`ShardedDataset`) are left out, because they configure how samples are read. Properties are left out, too:
+    they are code of the user's, which may take any time, and mostly no model asks for them.
 
     Returns:
         name -> int, or list of int.

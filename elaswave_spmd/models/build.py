@@ -255,6 +255,8 @@ def _arguments(
         of_data = f"; of the dataset {', '.join(attributes)}" if attributes else ""
         raise ModelError(
             f"{name_of_it} needs {', '.join(missing)}, which the settings do not give",
+            rule="a model's constructor gets sizes, model.args, and public attributes of a dataset that are integers, "
+            "or lists of up to 8 of them; a property is not read",
             where=f"model.target={shown}",
             exists=f"sizes {', '.join(sizes)}{of_data}",
             fix=("vocab_size on the dataset, if its samples are tokens; else " if "vocab_size" in missing else "")

@@ -17,7 +17,12 @@ def init_of(model: LayeredModel, name: str, shape: tuple[int, ...]) -> Init:
     if isinstance(found, Normal | Uniform | Constant):
         return found
     raise _wrong(
-        model, "init", name, found, "a rule of initial values: Normal, Uniform or Constant", "return Normal(0.02)"
+        model,
+        "init",
+        name,
+        found,
+        "a rule of initial values: Normal, Uniform or Constant",
+        "from elaswave_spmd.determinism import Normal, Uniform, Constant, and return Normal(0.02)",
     )
 
 

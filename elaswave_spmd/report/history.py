@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -232,9 +232,8 @@ def _lost(run: RecordedRun, incidents: Iterable[Incident]) -> tuple[Lost, ...]:
             add(cause, extra, min(extra, extra - penalty))
         elif line.step in validated:
             add("validation", extra)
-    ended: float | None = None
     for event in run.events:
-        kind, at = event.get("event"), _number(event, "time") or 0.0
+        kind = event.get("event")
         if kind == "checkpoint":
             add("checkpoint", (_number(event, "copy_ms") or 0.0) / 1e3)
         if kind == "rollback":  # it has removed their lines: those that there are now tell of the steps in their place
@@ -244,10 +243,63 @@ def _lost(run: RecordedRun, incidents: Iterable[Incident]) -> tuple[Lost, ...]:
             kept, last = _number(event, "step") or 0, _number(event, "lost_after") or 0
             given_up = sum(seconds for step, seconds in seconds_of.items() if int(kept) < step <= int(last))
             add("steps given up", given_up, given_up)
-        if kind == "start" and ended is not None:
-            add("not running", at - ended)
-        ended = at
+    for pause in _pauses(run.events, seconds_of):
+        add("not running", pause)
     return tuple(Lost(cause, int(times), all_, again) for cause, (times, all_, again) in sums.items() if times)
+
+
+def _pauses(events: Sequence[Mapping[str, Any]], seconds_of: Mapping[int, float]) -> Iterable[float]:
+    """The seconds for which a run stood still before each `start` but the first.
+
+    Args:
+        seconds_of: of each committed step.
+    """
+    starts = [number for number, event in enumerate(events) if event.get("event") == "start"]
+    for last, now, following in zip(starts, starts[1:], [*starts[2:], len(events)], strict=False):
+        yield _pause(events[last:now], events[now:following], seconds_of)
+
+
+def _pause(
+    ended: Sequence[Mapping[str, Any]], begun: Sequence[Mapping[str, Any]], seconds_of: Mapping[int, float]
+) -> float:
+    """The seconds between the end of one command and the begin of the next one.
+
+    A controller that was killed has no event for its end. It trained on after its last event, for as long as the steps
+    took that it has committed since.
+
+    Args:
+        ended, begun: the events of the two commands, each from its `start`.
+    """
+    for event in begun:  # it has adopted workers, who know how long there was no controller
+        if event.get("event") == "controller" and (seconds := _number(event, "seconds")) is not None:
+            return seconds
+    begin = _number(begun[0], "time") or 0.0
+    last = (_number(begun[0], "first_step") or 1) - 1
+    for event in begun:
+        if event.get("event") == "resume" and (step := _number(event, "step")) is not None:
+            last = step + (_number(event, "steps_again") or 0)
+    since = begin - (_number(ended[-1], "time") or 0.0)
+    if any(event.get("event") in ("stop", "finish") for event in ended):
+        return since
+    at, committed = max(filter(None, map(_commit, ended)), default=(begin - since, last))
+    return min(since, begin - at - sum(seconds for step, seconds in seconds_of.items() if committed < step <= last))
+
+
+def _commit(event: Mapping[str, Any]) -> tuple[float, float] | None:
+    """When about which step was committed, by an event that tells it: (seconds since 1970, step); else None."""
+    kind, at = event.get("event"), _number(event, "time")
+    if at is None:
+        return None
+    if kind == "start":
+        return at, (_number(event, "first_step") or 1) - 1
+    if (after := _number(event, "after_step")) is not None:
+        return at, after
+    step = _number(event, "step")
+    if step is None or kind not in ("validation", "checkpoint", "recovered", "restart", "rollback"):
+        return None
+    if kind == "checkpoint":  # it is written beside the steps that follow
+        at -= (_number(event, "write_ms") or 0.0) / 1e3
+    return at, step
 
 
 def _with_usual(lines: Iterable[MetricsLine], unusual: set[int]) -> Iterable[tuple[MetricsLine, float]]:

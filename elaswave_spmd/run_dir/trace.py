@@ -224,13 +224,14 @@ def _controller_events(events: list[dict[str, Any]], start: float) -> Iterator[T
     """The trace of events.jsonl: events as lines over all rows, mesh epochs as a row."""
     yield from names_of(_CONTROLLER, "controller", {1: "events", 2: "mesh epochs"})
     begun: tuple[float, str] | None = None
-    at = 0.0
+    at, mesh = 0.0, None
     for event in events:
         kind, at = event["event"], 1e6 * (event["time"] - start)
         rest = {name: value for name, value in event.items() if name not in ("event", "time")}
         yield instant_of((_CONTROLLER, 1), kind, at, everywhere=True, **rest)
         if kind == "start" or "after_step" in event:  # a mesh epoch begins
-            name = f"mesh epoch {event.get('mesh_epoch', 0)}: {event.get('mesh')}"
+            mesh = event.get("mesh", mesh)  # `controller` comes after a `start` with the mesh that was adopted
+            name = f"mesh epoch {event.get('mesh_epoch', 0)}: {mesh}"
             if begun is not None and name != begun[1]:
                 yield slice_of((_CONTROLLER, 2), begun[1], "mesh epoch", begun[0], at)
             begun = begun if begun is not None and name == begun[1] else (at, name)

@@ -28,6 +28,13 @@ the gradients of inputs."""
 _SHOWN = 24  # layers, and slow workers, that `str` lists
 
 
+PROFILE_FIX = (
+    "the costs.json of a run of 10 steps or more; with elastic.enabled=false, or schedule.microbatches=false "
+    "schedule.layers=false, a run may have none"
+)
+"""What an error about a missing profile advises: not every run writes one (docs/speed.md)."""
+
+
 @dataclass(frozen=True)
 class LayerCost:
     """The costs of one layer.

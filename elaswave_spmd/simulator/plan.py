@@ -8,12 +8,13 @@ from dataclasses import dataclass, fields, replace
 from time import perf_counter
 from typing import Any
 
+from elaswave_spmd.conf import checks
 from elaswave_spmd.conf.compose import named_settings, settings_from
 from elaswave_spmd.conf.given_files import text_of
 from elaswave_spmd.conf.schema import EMULATED, NEVER, ModelSettings, Settings
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.mesh import Mesh
-from elaswave_spmd.scheduling.cost_model import CostModel
+from elaswave_spmd.scheduling.cost_model import PROFILE_FIX, CostModel
 from elaswave_spmd.scheduling.dvfs import FrequencyRange
 from elaswave_spmd.scheduling.rebalance import Decision, PlanSettings, Variant, plan_change
 from elaswave_spmd.scheduling.state_moves import Move, layout_of_costs
@@ -175,9 +176,11 @@ def _shape(settings: Settings) -> LlamaShape | None:
     model: ModelSettings = settings.model
     words = 256 if settings.data.tokenizer == "bytes" else 32_000
     if model.target == "llama":
-        hidden = int(model.args.get("hidden") or model.d_model * 8 // 3)
-        key_share = int(model.args.get("kv_heads") or model.heads) / model.heads
-        return LlamaShape(model.layers, model.d_model, hidden, key_share, words)
+        hidden, kv_heads = (
+            checks.whole(f"model.args.{name}", model.args.get(name, 0)) for name in ("hidden", "kv_heads")
+        )
+        hidden, kv_heads = hidden or model.d_model * 8 // 3, kv_heads or model.heads
+        return LlamaShape(model.layers, model.d_model, hidden, kv_heads / model.heads, words)
     if model.target == "gpt":  # two matrices of width x 4 width have as many parameters as three of width x 8/3 width
         return LlamaShape(model.layers, model.d_model, model.d_model * 8 // 3, 1.0, words)
     return None
@@ -188,14 +191,11 @@ def _profile(path: str, num_layers: int | None, mesh: Mesh) -> CostModel:
     try:
         text = text_of(path)
     except OSError as error:
-        raise ConfigError(f"cannot read {where} ({error.strerror or error})", where=where, fix=_PROFILE_FIX) from None
+        raise ConfigError(f"cannot read {where} ({error.strerror or error})", where=where, fix=PROFILE_FIX) from None
     except UnicodeError as error:
-        raise ConfigError(f"cannot read {where} ({error})", where=where, fix=_PROFILE_FIX) from None
+        raise ConfigError(f"cannot read {where} ({error})", where=where, fix=PROFILE_FIX) from None
     costs = CostModel.from_json(text, where)
     return costs.check(num_layers or len(costs.layers), mesh.members, where)
-
-
-_PROFILE_FIX = "costs.json of a run"
 
 
 # ---- what is shown

@@ -76,7 +76,7 @@ def check_prompt(settings: Settings, data: PreparedData) -> None:
         )
     if not data.has_tokenizer:
         raise ConfigError(
-            f"{given} is given with data={settings.data.name}, which has tokens and no tokenizer",
+            f"{given} is given with {data.given}, which has {'tokens and ' if data.is_tokens else ''}no tokenizer",
             rule=_TOKENIZER_RULE,
             where=given,
             exists="data=stdlib, data=text, and columns of text in data=arrow and data=parquet",

@@ -26,7 +26,7 @@ from elaswave_spmd.models import (
 from elaswave_spmd.recovery.early_stop import EarlyStop
 from elaswave_spmd.run_dir.manifest import layout_summary
 from elaswave_spmd.runtime.devices.selection import kind_of
-from elaswave_spmd.scheduling.cost_model import CostModel, LayerCost
+from elaswave_spmd.scheduling.cost_model import PROFILE_FIX, CostModel, LayerCost
 from elaswave_spmd.scheduling.placement import Placement, place
 from elaswave_spmd.sharding import check_spec, specs_of
 from elaswave_spmd.sharding.layout import LayerLayout, ModelLayout
@@ -240,7 +240,7 @@ def read_profile(path: str) -> CostModel:
         text = text_of(path)
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise ConfigError(f"cannot read {where} ({reason})", where=where, fix="name the costs.json of a run") from None
+        raise ConfigError(f"cannot read {where} ({reason})", where=where, fix=PROFILE_FIX) from None
     return replace(CostModel.from_json(text, where), speeds=())
 
 

@@ -162,6 +162,7 @@ def test_a_stop_that_was_asked_for_ends_the_supervisor_as_well(folder: Path) -> 
         done = run.finish()
     assert done.code == 128 + signal.SIGTERM, done
     assert "its state after step" in done.err.lower() and not comebacks(folder)
+    assert "--supervise train.resume=" in done.err.splitlines()[-1], "it goes on with a supervisor, too"
 
 
 def test_other_settings_or_another_model_are_refused_and_the_workers_live_on(

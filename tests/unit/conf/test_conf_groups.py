@@ -298,6 +298,21 @@ def test_settings_that_the_optimizer_reads_are_taken(words: str) -> None:
         ("data=bin data.path=a data.cache=b", "data=bin", "leave data.cache out, or data=text"),
         ("data.target=a.B data.cache=b", "data.target=a.B", "leave data.cache out, or data=text"),
         ("mirror.count=0 mirror.scatter=2", "mirror.count=0", "leave mirror.scatter out, or mirror.count=1"),
+        (
+            "schedule.stages=true schedule.layers=false",
+            "schedule.layers=false",
+            "leave schedule.stages out, or schedule.layers=true",
+        ),
+        (
+            "elastic.enabled=false schedule.stages=true",
+            "elastic.enabled=false",
+            "leave schedule.stages out, or elastic.enabled=true",
+        ),
+        (
+            "elastic.enabled=false mirror.count=2",
+            "elastic.enabled=false",
+            "leave mirror.count out, or elastic.enabled=true",
+        ),
         ("data.ahead=2", "data=stdlib", "leave data.ahead out, or data.target=my_file.MyDataset"),
         ("verify.rate=0 verify.action=report", "verify.rate=0", "leave verify.action out, or verify.rate=0.01"),
         (
@@ -327,6 +342,7 @@ def test_settings_that_nothing_reads_are_refused_where_they_are_named(words: str
         "~generate.tokens ~chaos.rate ~emulated.slow",
         "data=bin data.path=a data.cache=null",
         "data.target=a.B data.ahead=2",
+        "schedule.stages=false schedule.layers=false elastic.enabled=false mirror.count=0",
         "mirror.verify_every=5 verify.rate=0 verify.action=report",
         "runtime.encryption=true",
     ],

@@ -52,7 +52,7 @@ def test_chaos_as_it_is_typed() -> None:
     made = settings(EXAMPLE, "mesh=dp4").chaos
     assert made.events == (ChaosEvent(12, "kill", 3, "backward"),) and made.random is False
     two = "chaos.events=[{step: 2, kind: stop, rank: [1, 2], point: any}, {step: 3, kind: join}]"
-    assert settings(two).chaos.events == (ChaosEvent(2, "stop", (1, 2)), ChaosEvent(3, "join", ANY, ANY))
+    assert settings(two, "mesh=dp3").chaos.events == (ChaosEvent(2, "stop", (1, 2)), ChaosEvent(3, "join", ANY, ANY))
     drawn = settings("chaos=random", "chaos.seed=7", "chaos.rate=0.25", "chaos.events=[{step: 1, kind: raise}]").chaos
     assert (drawn.random, drawn.seed, drawn.rate, drawn.events) == (True, 7, 0.25, (ChaosEvent(1, "raise"),))
 
@@ -122,6 +122,50 @@ def test_an_event_after_the_last_step_is_refused(step: int, steps: int) -> None:
     with pytest.raises(ConfigError) as caught:
         Settings.from_dict(fields)
     assert caught.value.where == f"chaos.events.step={step} train.steps={steps}"
+
+
+SLOW = "emulated.slow=[{rank: 4, speed: 0.5}]"
+KILL = "chaos.events=[{step: 2, kind: kill, rank: [0, 4]}]"
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [((KILL,), "chaos.events.rank"), ((SLOW, "runtime.device=emulated"), "emulated.slow.rank")],
+)
+def test_a_rank_that_no_worker_can_have_is_refused(words: tuple[str, ...], name: str) -> None:
+    with pytest.raises(ConfigError, match="is no worker of mesh=dp2_pp2") as caught:
+        settings("mesh=dp2_pp2", *words)
+    assert caught.value.where == f"{name}=4 mesh=dp2_pp2" and caught.value.exists == "ranks 0 to 3"
+    assert "elastic.max_workers=5" in caught.value.fix
+    with pytest.raises(ConfigError, match="is no worker of mesh=dp2_pp2") as caught:
+        settings("mesh=dp2_pp2", "elastic.enabled=false", *words)
+    assert "elastic" not in caught.value.fix, "nobody joins such a run"
+    with pytest.raises(ConfigError, match="is no worker of mesh=single"):
+        settings("mesh=single", "elastic.max_workers=1", *words)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("mesh=dp5",),
+        ("elastic.replace=true",),
+        ("elastic.spares=1",),
+        ("elastic.max_workers=5",),
+        ("runtime.transport=tcp", "runtime.rendezvous=127.0.0.1:7000", "runtime.agents=0", "runtime.token_file=t"),
+    ],
+)
+def test_a_rank_that_a_newcomer_may_have_is_taken(more: tuple[str, ...]) -> None:
+    """On machines that join a run workers are started until it has as many as its mesh, or max_workers."""
+    assert settings("mesh=dp2_pp2", KILL, *more).chaos.events
+    assert settings("mesh=dp2_pp2", SLOW, "runtime.device=emulated", *more).emulated.slow
+
+
+def test_a_rank_that_a_join_may_bring_is_taken() -> None:
+    join = "chaos.events=[{step: 1, kind: join}, {step: 2, kind: kill, rank: 4}]"
+    assert settings("mesh=dp2_pp2", join).chaos.events
+    assert settings("mesh=dp2_pp2", KILL, "chaos=random").chaos.events
+    with pytest.raises(ConfigError, match="is no worker"):
+        settings("mesh=dp2_pp2", join, "elastic.enabled=false")
 
 
 @pytest.mark.parametrize("point", ["input", "weights"])

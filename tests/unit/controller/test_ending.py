@@ -196,6 +196,12 @@ def test_the_command_as_it_was_typed(
     monkeypatch.setattr(sys, "orig_argv", whole)
     monkeypatch.setattr(module.shutil, "which", lambda name: "/b/elaswave-spmd" if name == "elaswave-spmd" else None)
     assert Command.typed(["mesh=dp2"]) == Command(program, ("mesh=dp2",))
+    supervised = Command.typed(["mesh=dp2"], is_supervised=True)
+    assert supervised == Command((*program, "--supervise"), ("mesh=dp2",)), "it goes on with a supervisor, too"
+    assert supervised.again() == shlex.join((*program, "--supervise", "mesh=dp2"))
+    assert supervised.resuming(Path("/runs/a"), was_resumed=False) == shlex.join(
+        (*program, "--supervise", "train.resume=/runs/a")
+    )
 
 
 def test_what_happened_is_said_also_where_nothing_can_be_looked_at(tmp_path: Path) -> None:

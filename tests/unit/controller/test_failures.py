@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,7 +40,7 @@ from elaswave_spmd.errors import ModelError, RunError, StoppedBySignal, WorkerEr
 from elaswave_spmd.mesh import Mesh, MeshShape
 from elaswave_spmd.recovery.actions import RemoveMember, Save, Unrecoverable
 from elaswave_spmd.recovery.failure_detector import Suspect
-from elaswave_spmd.recovery.messages import Failed, Ready, Refused
+from elaswave_spmd.recovery.messages import Applied, Failed, Ready, Refused
 from elaswave_spmd.recovery.standstill import Standstill
 from elaswave_spmd.recovery.tick_clock import TickClock
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
@@ -49,7 +50,9 @@ from elaswave_spmd.sharding.replicas import ReplicaSet
 class World:
     """Workers 0 and 1 are members, 2 is a newcomer; keeps what is decided about losses."""
 
-    def __init__(self, *, mesh: Mapping[str, Any] | None = None, **elastic: Any) -> None:
+    def __init__(
+        self, *, mesh: Mapping[str, Any] | None = None, optim: Mapping[str, Any] | None = None, **elastic: Any
+    ) -> None:
         self.roster = Roster([0, 1, 2])
         for rank in (0, 1, 2):
             self.roster.add(rank, None)
@@ -80,7 +83,7 @@ class World:
             send_again=self.send_again,
             missed=lambda ends: self.missed.append(set(ends)),
         )
-        settings = Settings.from_dict({"elastic": elastic, "mesh": mesh or {"dp": 2}})
+        settings = Settings.from_dict({"elastic": elastic, "mesh": mesh or {"dp": 2}, "optim": optim or {}})
         self.replacements = Replacements(ReplacementPolicy.from_settings(settings.elastic), self.roster)
         self.losses = FailureHandler(
             FailurePolicy.from_settings(settings),
@@ -178,6 +181,17 @@ class World:
     def newcomers_lost(self) -> list[tuple[int, object]]:
         records = [action.fields for action in self.actions if isinstance(action, Record) and action.kind == "fail"]
         return [(rank, fields["reason"]) for fields in records for rank in cast(list[int], fields["ranks"])]
+
+
+@pytest.mark.parametrize(("most", "ends"), [(0, []), (1, [1]), (3, [3])])
+def test_so_many_steps_in_a_row_without_an_update_end_the_run_and_with_0_none(most: int, ends: list[int]) -> None:
+    world, ended = World(optim={"max_skipped": most}), []
+    for step in range(1, 51):
+        world.do(world.losses.committed(Applied(step, 0, 0, math.nan, math.nan, updated=False), world.now))
+        if world.stops:
+            ended.append(step)
+            break
+    assert ended == ends
 
 
 def test_a_loss_is_told_once() -> None:

@@ -280,8 +280,9 @@ def test_layers_that_do_not_fit_where_they_are_are_moved_whatever_that_gains(mic
     assert world.answered[0].decision.now.time.seconds > world.answered[0].decision.before.seconds
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-3], ids=["long steps", "short steps"])
 @pytest.mark.parametrize("limit", [200.0, 300.0])
-def test_microbatches_that_do_not_fit_where_they_are_are_moved_whatever_that_costs(limit: float) -> None:
+def test_microbatches_that_do_not_fit_where_they_are_are_moved_whatever_that_costs(limit: float, scale: float) -> None:
     """A worker with 8 micro-batches holds three sums of gradients at once, one with 4 of them two."""
     world = World([3], memory_limit=limit, layers=False)
     base = world.measured._base
@@ -289,6 +290,7 @@ def test_microbatches_that_do_not_fit_where_they_are_are_moved_whatever_that_cos
     world.measured._base = replace(base, layers=sized)
     world.placement = world.protocol.placement = replace(world.placement, microbatch_counts=((8, 2, 2),))
     world.protocol.running = Assignment.of(world.placement)
+    world.costs = [scale] * LAYERS
     world.speeds = {1: 0.25, 2: 0.25}  # that is the fastest
     world.train(30)
     assert "plan" not in [kind for kind, _ in world.events]

@@ -156,8 +156,9 @@ def settings(**groups: Any) -> Settings:
     return Settings.from_dict({"generate": {"prompt": "Once"}, **groups})
 
 
-def data(tokenizer: str) -> PreparedData:
-    return PreparedData("text", "", 9, tokenizer, 256, 8, 1, 1, "/tokens", "uint8", 9)
+def data(tokenizer: str, name: str = "text", target: str = "") -> PreparedData:
+    file = ("", "", 0) if target else ("/tokens", "uint8", 9)
+    return PreparedData(target or name, "", 9, tokenizer, 0 if target else 256, 8, 1, 1, *file, target=target)
 
 
 @pytest.mark.parametrize(
@@ -166,14 +167,16 @@ def data(tokenizer: str) -> PreparedData:
         ({"model": {"target": "my_file.MyModel"}}, "bytes", "is given with model.target=my_file.MyModel"),
         ({"data": {"name": "bin", "path": "a.bin"}}, "uint16", "data=bin, which has tokens and no tokenizer"),
         ({"data": {"name": "arrow", "path": "a", "column": "ids"}}, "tokens", "data=arrow, which has tokens"),
-        ({"data": {"name": "custom", "target": "my_file.MyData"}}, "", "data=custom, which has tokens"),
+        ({"data": {"target": "my_file.MyData"}}, "", "data.target=my_file.MyData, which has no tokenizer"),
     ],
 )
 def test_a_prompt_is_refused_where_there_is_no_text(given: dict[str, Any], tokenizer: str, what: str) -> None:
+    named = given.get("data", {})
+    prepared = data(tokenizer, named.get("name", "text"), named.get("target", ""))
     with pytest.raises(ConfigError, match=what) as caught:
-        check_prompt(settings(**given), data(tokenizer))
+        check_prompt(settings(**given), prepared)
     assert caught.value.where == "generate.prompt=Once" and "on_checkpoint" in caught.value.fix
-    check_prompt(Settings.from_dict(given), data(tokenizer))  # nobody has asked for text
+    check_prompt(Settings.from_dict(given), prepared)  # nobody has asked for text
 
 
 def test_a_prompt_is_taken_where_there_is_a_tokenizer() -> None:

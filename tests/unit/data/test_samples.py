@@ -164,8 +164,13 @@ def test_attributes_are_integers_and_shapes() -> None:
         def __init__(self) -> None:
             super().__init__(1)
             self.image_shape, self.big, self.is_on = (1, 8, 8), np.int64(4), True
+            self.strides = [2, 2]
 
-    assert plain_attributes(Sized()) == {"num_classes": 3, "image_shape": [1, 8, 8], "big": 4}
+        @property
+        def num_rows(self) -> int:
+            raise AssertionError("a property is code of the user's, and is not called")
+
+    assert plain_attributes(Sized()) == {"num_classes": 3, "image_shape": [1, 8, 8], "big": 4, "strides": [2, 2]}
 
 
 def test_what_a_base_class_of_ours_reads_by_is_no_attribute() -> None:

@@ -285,6 +285,7 @@ def test_what_settings_do_not_give_is_the_datasets() -> None:
         with pytest.raises(ModelError) as caught:
             build_model(Classes, {"seq_len": 4}, {}, {"num_classes": 3})
         assert "needs image_shape" in caught.value.what and "of the dataset num_classes" in caught.value.exists
+        assert "a property is not read" in caught.value.rule
         with pytest.raises(ModelError) as caught:
             build_model("gpt", {"seq_len": 4, "layers": 1, "d_model": 8, "heads": 2, "dropout": 0.0}, {}, of_data)
     assert caught.value.fix.startswith("vocab_size on the dataset, if its samples are tokens")

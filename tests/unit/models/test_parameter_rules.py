@@ -64,6 +64,12 @@ def test_what_is_wrong_with_a_rule_names_the_function_and_the_parameter(
         assert error.what.startswith(f"Ruled.{function}") and "one." in error.what + error.where and error.fix
 
 
+def test_it_is_said_where_rules_are_imported_from() -> None:
+    with pytest.raises(ModelError) as caught:
+        describe(ruled(init=lambda name: None))
+    assert "from elaswave_spmd.determinism import Normal, Uniform, Constant" in caught.value.fix
+
+
 def test_a_refusal_of_the_model_itself_stays() -> None:
     def refuses(name: str) -> Init:
         raise MeshError("not on this mesh")

@@ -82,6 +82,40 @@ def test_steps_given_up_and_pauses_count_as_lost() -> None:
     assert found == {"steps given up": 3.0, "not running": 20.0}
 
 
+def paused(*events: dict[str, Any], metrics: tuple[MetricsLine, ...] = ()) -> list[tuple[int, float]]:
+    found = history_of(recorded(*events, metrics=metrics)).lost
+    return [(row.times, row.seconds) for row in found if row.cause == "not running"]
+
+
+def test_workers_that_were_adopted_had_trained_on_and_their_pause_is_that_of_the_controller() -> None:
+    metrics = tuple(map(line, range(1, 11)))
+    again = event("start", 130.0, first_step=9, **FOUR)
+    back = event("controller", 130.2, generation=2, seconds=3.5, workers=4, mesh_epoch=1, after_step=8)
+    asked = event("signal", 130.1, signal="SIGTERM")
+    assert paused(lost(), again, asked, back, metrics=metrics) == [(1, 3.5)], "not since the worker was lost"
+
+
+def test_the_steps_that_a_killed_controller_committed_are_no_pause() -> None:
+    """Its last event may be hours older than its end, of which it has written nothing."""
+    metrics = tuple(map(line, range(1, 11)))
+    again = event("start", 130.0, first_step=8, **FOUR)
+    assert paused(lost(after_step=4), again, metrics=metrics) == [(1, 25.0 - 3)], "steps 5 to 7 since second 105"
+    resume = event("resume", 130.0, step=7, steps_again=2)
+    assert paused(lost(after_step=4), again, resume, metrics=metrics) == [(1, 25.0 - 5)], "steps 8 and 9, too"
+    slow = event("slow", 108.0, ranks=[1], speed=0.5, mesh_epoch=1)
+    assert paused(lost(after_step=4), slow, again, resume, metrics=metrics) == [(1, 20.0)], "slow is of no known step"
+    written = event("checkpoint", 107.0, step=4, shards=4, bytes=9, copy_ms=0.0, write_ms=2e3)
+    assert paused(written, again, resume, metrics=metrics) == [(1, 20.0)], "it was written while steps went on"
+
+
+def test_a_pause_begins_with_the_last_event_at_the_earliest() -> None:
+    again = event("start", 130.0, first_step=2, **FOUR)
+    check = event("model_check", 115.0, seconds=12.0)
+    assert paused(check, again, metrics=(line(1), line(2))) == [(1, 15.0)], "before it workers were starting"
+    stopped = (event("stop", 120.0, message="x"), event("callback", 121.0, state="failed"))
+    assert paused(*stopped, event("start", 130.0, first_step=9, **FOUR), metrics=(line(8),)) == [(1, 9.0)]
+
+
 def test_a_rebalance_is_a_move_only_if_the_plan_is_another_one() -> None:
     same = event("rebalance", 101.0, ranks=[], mesh_epoch=1, after_step=2, **FOUR)
     other = event("rebalance", 102.0, ranks=[], mesh_epoch=2, after_step=3, **FOUR | {"layer_cuts": [0, 1, 4]})

@@ -90,6 +90,17 @@ def test_events_mesh_epochs_and_frequencies_of_the_controller(tmp_path: Path) ->
     assert [(e["pid"], e["args"]) for e in events if e["ph"] == "C"] == [(3, {"frequency": 0.5})]
 
 
+def test_a_controller_that_came_back_has_the_mesh_that_it_has_adopted(tmp_path: Path) -> None:
+    start = {"event": "start", "time": START + 8, "mesh": "dp1"}
+    back = {"event": "controller", "time": START + 9, "mesh_epoch": 3, "after_step": 5, "seconds": 1.0}
+    end = {"event": "finish", "time": START + 10}
+    lines = [*EVENTS[:-1], start, back, end]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in lines))
+    part(tmp_path, 0).close()
+    epochs = [(e["name"], e["ts"]) for e in merged(tmp_path) if e["ph"] == "X"]
+    assert epochs[-2:] == [("mesh epoch 0: dp1", 8e6), ("mesh epoch 3: dp1", 9e6)]
+
+
 def test_a_wait_that_goes_on_is_one(tmp_path: Path) -> None:
     write_events(tmp_path)
     trace = part(tmp_path, 0)

@@ -134,8 +134,17 @@ def test_a_stage_that_is_lost_is_read_from_the_checkpoint(call):
         (["mesh=dp2", "fail"], ["fail is not a setting", "name=value"]),
         (
             ["mesh=dp2", "schedule.profile=x.json"],
-            ["error: cannot read schedule.profile=x.json (No such file or directory)"],
+            ["error: cannot read schedule.profile=x.json (No such file or directory)", "a run of 10 steps or more"],
         ),
+        (
+            ["mesh=dp2", "model=llama_tiny", "++model.args.hidden=wide"],
+            ["model.args.hidden=wide is not a whole number"],
+        ),
+        (
+            ["mesh=dp2", "model=llama_tiny", "++model.args.kv_heads=[2]"],
+            ["model.args.kv_heads=[2] is not a whole number"],
+        ),
+        (["mesh=dp2", "model=llama_tiny", "++model.args.kv_heads=-1"], ["model.args.kv_heads=-1 is out of range"]),
         (["mesh=dp2", "sharding=zero9"], ["sharding=zero9 is not a choice", "zero0, zero1"]),
         (["mesh=dp2", "schedule.stages=maybe"], ["schedule.stages=maybe is neither true nor false"]),
         (["mesh=dp2", "schedule.microbatches=false"], ["assigns micro-batches by the speed"]),

@@ -64,6 +64,7 @@ def test_a_profile_is_a_file() -> None:
     with pytest.raises(ConfigError) as caught:
         read_profile("/dev/null")  # as /dev/zero, which has no end
     assert caught.value.what == "cannot read schedule.profile=/dev/null (it is no regular file)"
+    assert "10 steps or more" in caught.value.fix and "elastic.enabled=false" in caught.value.fix
 
 
 def test_a_profile_gives_times_and_what_micro_batches_keep_and_the_run_its_own_sizes() -> None:
