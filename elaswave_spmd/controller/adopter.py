@@ -271,6 +271,9 @@ class Adopter:
             CameBack(len(members), len(steps), self._gathered.seconds),
             *(Kill(rank) for rank in living if rank not in members),  # the previous controller had lost or released it
         ]
+        # The journal has the ranks with each Prepare, and none comes before the first mesh. So a member of that mesh
+        # that has replaced another one may be known by its Reconfigure alone.
+        self._roster.begin_at(1 + max(members))
         for rank in members:
             self._roster.add(rank, adoption.pids.get(rank))
         for report in reports:

@@ -338,10 +338,11 @@ class Controller:
         `run` has already refused messages that cannot be right. It also holds back the events that the adopter
         postpones, so they arrive here only when the adoption is over.
         """
+        if isinstance(event, AgentBack):  # one that is too late, too: its workers may still have their ranks
+            self._roster.begin_at(1 + max(event.made, default=-1))
         if (adopter := self._adopter) is not None:
             if isinstance(event, AgentBack):
                 self._ready |= event.workers
-                self._roster.begin_at(1 + max(event.made, default=-1))
             if isinstance(event, Received) and isinstance(event.message, m.Adopted):
                 self._checked_before(event.message.checked)
             actions = adopter.decide(event, now)
@@ -650,7 +651,7 @@ class Controller:
         if isinstance(action.message, m.Prepare):
             # On the disk before any worker knows of the epoch: workers stamp their checkpoint shards with it, and a
             # later controller has to know which epochs there were.
-            self._io.journal(action.message)
+            self._io.journal(action.message, self._roster.num_ranks)
         # Encoded once for all receivers: with a thousand workers, encoding it for each would cost more than all the
         # rest of the reconfiguration.
         for receivers, encoded in self._packer.encoded(action.ranks, action.message, action.peers):

@@ -23,7 +23,7 @@ from tests.cluster.cluster import WAYS, ControllerKilled, SimulatedCluster
 from tests.cluster.faults import SENDER, Fault, MessageFault
 from tests.cluster.processes import Worker
 from tests.cluster.schedules import Schedule, cluster_of, judge, run, run_many, undisturbed
-from tests.cluster.starting import Starting
+from tests.cluster.starting import StartFault, Starting
 from tests.cluster.tiny import TinyRun
 
 CHUNK = 30
@@ -94,6 +94,23 @@ def test_spares_are_spares_once_more_and_the_mesh_is_no_larger(spares: int) -> N
     assert cluster.protocol.placement.mesh.members == (0, 1, 2, 3)
     kinds = [kind for kind, _ in cluster.events]
     assert "spare" in kinds[kinds.index("controller") :]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_replacement_in_the_first_mesh_may_be_lost_with_its_machine_and_the_controller(seed: int) -> None:
+    """No Prepare has told the journal of its rank, but the others name it: their links to it have ended."""
+    faults = StartFault("kill", 1, "import"), StartFault("kill", 2, "import")
+    starting = Starting(faults, ElasticSettings(replace=True, replacements_per_minute=20))
+    schedule = Schedule(seed, TinyRun(), hosts=2, mirror_count=2, starting=starting, deaths=(13,))
+    cluster = cluster_of(schedule)
+    cluster.agents_come = ("gone",)
+    how, failure, detail = judge(schedule, cluster, undisturbed(schedule.run.key))
+    assert how == "bits" and not failure, detail
+    told = {kind: str(fields["message"]) for kind, fields in cluster.events if kind in ("begin", "controller")}
+    assert "workers 0, 3, 4, 5" in told["begin"]
+    assert "adopted 2 workers; workers 3, 5 did not come back" in told["controller"]
+    assert {*cluster.protocol.placement.mesh.members} == {0, 4, 6, 7}, "no rank is given twice"
+    assert cluster.journal[-1][1] == 8, "nor by the next controller"
 
 
 class HalfTold(SimulatedCluster):
