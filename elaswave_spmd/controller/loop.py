@@ -210,6 +210,7 @@ class Controller:
         self._generation = FIRST
         self._later: deque[Event] = deque()  # events that the adopter has postponed until the workers are adopted
         self._adopter: Adopter | None = None
+        self._unheard = frozenset[int]()  # workers of the controller before this one, as in Adopter
         if adoption is not None:
             self._generation = adoption.generation
             self._roster.begin_at(adoption.next_rank)
@@ -349,6 +350,9 @@ class Controller:
             if adopter.is_over:
                 self._adopter = None
                 actions += self._acknowledge()
+                self._unheard = adopter.unheard
+                for rank in sorted(self._unheard):  # it may have left, and still write its part of a checkpoint
+                    self._released.let_go(rank, self.protocol.version)
             return actions
         # Manifests first: a run that is ending may be waiting for its last one.
         if isinstance(event, ManifestWritten | OldRemoved):
@@ -375,7 +379,9 @@ class Controller:
                 return actions
             case WorkerEnded():
                 self._released.ended(event.rank)
-                return self._failures.worker_ended(event)
+                # Its report of a shard went to the controller that it knew.
+                written: list[Action] = [FindShards()] if event.rank in self._unheard else []
+                return [*written, *self._failures.worker_ended(event)]
             case LinkEnded(peer):
                 # This alone is no loss. Usually the worker's process has ended too, which arrives as WorkerEnded. If
                 # the worker's heartbeats go on, only the link was lost (BrokenLinks).
@@ -383,7 +389,7 @@ class Controller:
             case AgentCame():
                 return self._machines.agent_came(event)
             case AgentBack(peer, workers=workers):
-                if workers and workers <= self._roster.pids.keys():
+                if (members := workers - self._unheard) and members <= self._roster.pids.keys():
                     return []  # its workers are adopted already: only its connection was lost since
                 # Its workers were declared lost when the adoption ended. It joins again as a new agent.
                 return [GiveUpAgent(peer, "it has come back too late")]
@@ -477,7 +483,8 @@ class Controller:
             case m.FinalPages() | m.GroupLost() | m.PairLost():
                 pass  # only the run log uses these, and it has had them in `_take`
             case m.Adopted():
-                pass  # from a worker that answered after its deadline, and has been killed
+                # Too late: it has been killed after its deadline, or nobody has waited for it. Then it waits now.
+                return [Kill(message.rank)] if message.rank in self._unheard else []
             case _:
                 raise AssertionError(f"the controller got {message}")
         return []
