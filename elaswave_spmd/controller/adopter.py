@@ -5,6 +5,7 @@ from the run's directory and the fork server. `Adopter` is what it does first: i
 previous controller may not have written down, and turns the answers into actions. Then it works like any other
 controller. Workers on other machines are asked when their agents come back. The answers are complete when every member
 of the newest mesh epoch has answered or is known to have ended; a member that has done neither by the deadline is lost.
+Workers that are no members are awaited only as long as there may be a newer mesh epoch that they know of.
 """
 
 from __future__ import annotations
@@ -78,6 +79,21 @@ class _Gathered:
     doubted: dict[int, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _Newest:
+    """The newest mesh epoch by the answers so far.
+
+    Args:
+        epoch: its number; -1 if no answer has one.
+        members: its members.
+        is_last: True if there is no newer one, and members alone may have reports of steps that have no line yet.
+    """
+
+    epoch: int = -1
+    members: frozenset[int] = frozenset()
+    is_last: bool = False
+
+
 class Adopter:
     """What a controller that comes back does first. Events go in, actions come out, until `is_over`.
 
@@ -120,10 +136,11 @@ class Adopter:
         self._machines_until = self._clock.now + self._timeouts.progress  # then other machines are not awaited any more
         made = {*adoption.pids, *adoption.made}
         self._gathered = _Gathered({}, made, set(adoption.newcomers), adoption.seconds)
-        # The members of the newest mesh epoch, by the answers so far; None if it has to be found again.
-        self._members: frozenset[int] | None = None
+        self._known: _Newest | None = None  # None if it has to be found again
         self.is_over = False
         """True once the adoption is complete, and the controller works like any other one."""
+        self.unheard = frozenset[int]()
+        """Workers that live, are no members, and had not answered when the adoption was complete."""
 
     @property
     def last_epoch(self) -> int:
@@ -158,7 +175,8 @@ class Adopter:
                 if answer.generation == self._adoption.generation and answer.rank in gathered.awaited:
                     del gathered.awaited[answer.rank]
                     gathered.answers[answer.rank] = answer
-                    self._members = None
+                    if self._known is not None and answer.epoch > self._known.epoch:
+                        self._known = None
                     self._supervision.watch(answer.rank, now)
             case Received(message=m.Heartbeat() as beat):
                 self._heard([beat], now)
@@ -212,7 +230,7 @@ class Adopter:
         gathered.awaited.pop(rank, None)
         gathered.doubted.pop(rank, None)
         if gathered.answers.pop(rank, None) is not None:
-            self._members = None
+            self._known = None
             self._supervision.forget(rank)
 
     def _tick(self, now: float, read_until: float) -> list[Action]:
@@ -229,17 +247,30 @@ class Adopter:
         """True if no answer is missing any more.
 
         With agents that is so when all members of the newest mesh epoch are of machines that are here, or when it has
-        taken too long. An answer of a worker whose agent has been away for too long is not missing.
+        taken too long. An answer of a worker whose agent has been away for too long is not missing; nor is that of a
+        worker that is no member, if there is no newer mesh epoch.
         """
-        gathered = self._gathered
-        if any(self._clock.now <= gathered.doubted.get(rank, math.inf) for rank in gathered.awaited):
-            return False
+        gathered, newest = self._gathered, self._newest_mesh()
+        for rank in gathered.awaited:
+            may_answer = self._clock.now <= gathered.doubted.get(rank, math.inf)
+            if may_answer and (rank in newest.members or not newest.is_last):
+                return False
         if not self._adoption.has_agents or self._clock.now > self._machines_until:
             return True
-        if self._members is None:
-            newest = self._newest()
-            self._members = frozenset(newest.addresses) if newest is not None else frozenset[int]()
-        return bool(self._members) and self._members <= gathered.made - gathered.doubted.keys()
+        return bool(newest.members) and newest.members <= gathered.made - gathered.doubted.keys()
+
+    def _newest_mesh(self) -> _Newest:
+        """The newest mesh epoch by the answers so far. It is looked for only when it may have changed."""
+        if self._known is not None:
+            return self._known
+        self._known = _Newest()
+        if (reconfigure := self._newest()) is not None:
+            # Each mesh epoch but the first is in the journal before anybody hears of it. And lines up to the version at
+            # which this one began leave nothing that a worker that was in older ones alone might have to report.
+            prepared, version = self._adoption.prepared, self._protocol.version
+            is_last = (prepared is None or reconfigure.epoch >= prepared.epoch) and reconfigure.version <= version
+            self._known = _Newest(reconfigure.epoch, frozenset(reconfigure.addresses), is_last)
+        return self._known
 
     def _finish(self, now: float) -> list[Action]:
         """End the adoption: all workers have answered or are lost, so the state of the run is known.
@@ -266,11 +297,15 @@ class Adopter:
             return self._give_up(f"workers that had reports of the steps {protocol.version + 1} to {most} are lost")
         placement = self._with_domains(Configuration.from_message(self._plan.placement, reconfigure).placement)
         members = placement.mesh.members
-        living = sorted({*adoption.pids, *(rank for rank in self._gathered.hosts if rank in answers)})
+        self.unheard = frozenset(self._gathered.awaited)
+        living = sorted({*adoption.pids, *answers} - self.unheard)
         actions: list[Action] = [
             CameBack(len(members), len(steps), self._gathered.seconds),
             *(Kill(rank) for rank in living if rank not in members),  # the previous controller had lost or released it
         ]
+        # The journal has the ranks with each Prepare, and none comes before the first mesh. So a member of that mesh
+        # that has replaced another one may be known by its Reconfigure alone.
+        self._roster.begin_at(1 + max(members))
         for rank in members:
             self._roster.add(rank, adoption.pids.get(rank))
         for report in reports:

@@ -203,8 +203,12 @@ class ControllerIO(Protocol):
         """
         ...
 
-    def journal(self, prepare: Prepare) -> None:
-        """Write the epoch of a Prepare to the disk, before any worker gets it."""
+    def journal(self, prepare: Prepare, next_rank: int) -> None:
+        """Write the epoch of a Prepare to the disk, before any worker gets it.
+
+        Args:
+            next_rank: the rank above all that were ever given to workers.
+        """
         ...
 
     def plan(self, request: PlanRequest) -> None:
@@ -335,9 +339,8 @@ class ProcessIO:
             self._mutexes = table
             self._watcher = death_watch.DeathWatch(table, self._died) if table is not None else None
             undo.pop_all()
-        # Higher than all ranks that were ever given. If agents can keep workers while there is no controller, the next
-        # controller learns it from the journal only: workers that it has not heard of may still come back.
-        self._next_rank = 0 if adoption is None else adoption.next_rank
+        # If agents can keep workers while there is no controller, the next controller learns the ranks that were given
+        # from the journal only: workers that it has not heard of may still come back.
         self._journals_ranks = settings.timeouts.adopt is not None and settings.runtime.has_agents
         self._planning = PlanThread(self._mailbox.interrupt)
         self._admin: ControlSocket | None = None
@@ -432,7 +435,6 @@ class ProcessIO:
         self._links.drop(rank)
 
     def spawn(self, rank: int, host: str | None = None) -> Spawned:
-        self._next_rank = max(self._next_rank, rank + 1)
         spec = WorkerSpec(rank, self._spec, self._mutex_of(rank)).to_dict()
         launcher, pid, why_not = self._launcher, None, ""
         limit_s = _FORK_SERVER_S if self._links.peers else None
@@ -500,8 +502,8 @@ class ProcessIO:
         remove_with(self._scratch, self._run_dir / SOCKET)
         return ""
 
-    def journal(self, prepare: Prepare) -> None:
-        self._writer.journal(prepare, {NEXT_RANK: self._next_rank} if self._journals_ranks else {})
+    def journal(self, prepare: Prepare, next_rank: int) -> None:
+        self._writer.journal(prepare, {NEXT_RANK: next_rank} if self._journals_ranks else {})
 
     def plan(self, request: PlanRequest) -> None:
         self._planning.ask(request)
@@ -585,7 +587,6 @@ class ProcessIO:
         for event in back:
             if isinstance(self._launcher, Launcher):
                 self._launcher.take_back(event.peer)
-            self._next_rank = max(self._next_rank, 1 + max(event.made, default=-1))
         # If an agent's connection was lost and the agent is back already, the workers that were lost with that
         # connection come before its AgentBack. All other ends come after it: they may be ends of workers that AgentBack
         # lists as living.

@@ -210,6 +210,7 @@ class Controller:
         self._generation = FIRST
         self._later: deque[Event] = deque()  # events that the adopter has postponed until the workers are adopted
         self._adopter: Adopter | None = None
+        self._unheard = frozenset[int]()  # workers of the controller before this one, as in Adopter
         if adoption is not None:
             self._generation = adoption.generation
             self._roster.begin_at(adoption.next_rank)
@@ -338,16 +339,20 @@ class Controller:
         `run` has already refused messages that cannot be right. It also holds back the events that the adopter
         postpones, so they arrive here only when the adoption is over.
         """
+        if isinstance(event, AgentBack):  # one that is too late, too: its workers may still have their ranks
+            self._roster.begin_at(1 + max(event.made, default=-1))
         if (adopter := self._adopter) is not None:
             if isinstance(event, AgentBack):
                 self._ready |= event.workers
-                self._roster.begin_at(1 + max(event.made, default=-1))
             if isinstance(event, Received) and isinstance(event.message, m.Adopted):
                 self._checked_before(event.message.checked)
             actions = adopter.decide(event, now)
             if adopter.is_over:
                 self._adopter = None
                 actions += self._acknowledge()
+                self._unheard = adopter.unheard
+                for rank in sorted(self._unheard):  # it may have left, and still write its part of a checkpoint
+                    self._released.let_go(rank, self.protocol.version)
             return actions
         # Manifests first: a run that is ending may be waiting for its last one.
         if isinstance(event, ManifestWritten | OldRemoved):
@@ -374,7 +379,9 @@ class Controller:
                 return actions
             case WorkerEnded():
                 self._released.ended(event.rank)
-                return self._failures.worker_ended(event)
+                # Its report of a shard went to the controller that it knew.
+                written: list[Action] = [FindShards()] if event.rank in self._unheard else []
+                return [*written, *self._failures.worker_ended(event)]
             case LinkEnded(peer):
                 # This alone is no loss. Usually the worker's process has ended too, which arrives as WorkerEnded. If
                 # the worker's heartbeats go on, only the link was lost (BrokenLinks).
@@ -382,7 +389,7 @@ class Controller:
             case AgentCame():
                 return self._machines.agent_came(event)
             case AgentBack(peer, workers=workers):
-                if workers and workers <= self._roster.pids.keys():
+                if (members := workers - self._unheard) and members <= self._roster.pids.keys():
                     return []  # its workers are adopted already: only its connection was lost since
                 # Its workers were declared lost when the adoption ended. It joins again as a new agent.
                 return [GiveUpAgent(peer, "it has come back too late")]
@@ -476,7 +483,8 @@ class Controller:
             case m.FinalPages() | m.GroupLost() | m.PairLost():
                 pass  # only the run log uses these, and it has had them in `_take`
             case m.Adopted():
-                pass  # from a worker that answered after its deadline, and has been killed
+                # Too late: it has been killed after its deadline, or nobody has waited for it. Then it waits now.
+                return [Kill(message.rank)] if message.rank in self._unheard else []
             case _:
                 raise AssertionError(f"the controller got {message}")
         return []
@@ -650,7 +658,7 @@ class Controller:
         if isinstance(action.message, m.Prepare):
             # On the disk before any worker knows of the epoch: workers stamp their checkpoint shards with it, and a
             # later controller has to know which epochs there were.
-            self._io.journal(action.message)
+            self._io.journal(action.message, self._roster.num_ranks)
         # Encoded once for all receivers: with a thousand workers, encoding it for each would cost more than all the
         # rest of the reconfiguration.
         for receivers, encoded in self._packer.encoded(action.ranks, action.message, action.peers):

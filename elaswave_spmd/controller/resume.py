@@ -71,7 +71,8 @@ class Adoption:
         newest_checkpoint: the step of the newest checkpoint that this life of the run has completed, or began at; 0 if
             there is none.
         pids: rank -> process id, of the workers on this machine that live.
-        next_rank: all ranks below it have been given to workers.
+        next_rank: all ranks below it have been given to workers. Some above it may have been, which the journal does
+            not know yet: of newcomers, and of members of the first mesh.
         newcomers: ranks of the workers that were about to join, whether they live or have ended meanwhile.
         seconds: how long the workers have had no controller.
         made: ranks of all workers that were ever started on this machine.

@@ -515,7 +515,8 @@ def _refused_adoption(bounds: MessageBounds, message: m.Adopted, at: ControllerP
         if why := SIZE if len(check.loss_unchecked) > LONGEST_TEXT else _refused_check(bounds, check):
             return why
     good = all(bounds.has_ranges(report.page_ranges, STATE, LOSS) for report in message.damaged)
-    return "" if good and all(0 <= peer < at.num_ranks for peer in message.closed) else PLACE
+    # Any rank: the journal may lack those of the first mesh, which begins without a Prepare.
+    return "" if good and min(message.closed, default=0) >= 0 else PLACE
 
 
 def _exists(bounds: MessageBounds, part: m.PartialStep) -> bool:

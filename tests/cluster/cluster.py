@@ -187,7 +187,7 @@ class SimulatedCluster:
         self._ended: list[int] = []  # workers whose end no controller has made good
         self._were_members: set[int] = set()
         self.is_settled = True  # the controller has made good what had died with the one before
-        self.journal: list[m.Prepare] = []
+        self.journal: list[tuple[m.Prepare, int]] = []  # with the next free rank
         self.lines: dict[int, MetricsLine] = {}  # that the run has written, by step
         self._widest = widest
         self._reached: defaultdict[int, Reached] = defaultdict(Reached)  # worker -> the members that it has links to
@@ -214,7 +214,7 @@ class SimulatedCluster:
         self._policy = policy or Policy()
         self._starting = starting or Starting()
         self._phases = Phases(starting, seed) if starting is not None else None
-        self._newest = -1  # the worker that was started last
+        self._newest = -1  # the highest rank of a worker that was started in this life of the run
         self._workers: dict[int, Worker] = {}
         self._lost: list[int] = []  # killed, or evicted by the controller
         self._let_go: set[int] = set()  # they have been told to end, and have ended
@@ -280,7 +280,7 @@ class SimulatedCluster:
         self._missing.clear()
         self._down.clear()
         self._wires = Wires(self._job.torch_dtype, self._device, self._random, uneven=self._uneven, late=self._late)
-        self._acts, self._generation, self._takes_over = None, FIRST, False
+        self._acts, self._generation, self._takes_over, self._newest = None, FIRST, False, -1
         self._last_epoch = 0
         self.journal.clear()
         self._make_controller(None)
@@ -574,7 +574,7 @@ class SimulatedCluster:
         elsewhere = self._on_other_machines()
         made = set(range(self._newest + 1)) - elsewhere
         checkpoint = self.checkpoints.newest
-        prepared = self.journal[-1] if self.journal else None
+        prepared, journaled = self.journal[-1] if self.journal else (None, 0)
         # The journal has a line of each controller that came back, with an epoch that no Prepare has.
         self._last_epoch = 1 + max(self._last_epoch, prepared.epoch if prepared is not None else 0)
         self._make_controller(
@@ -585,7 +585,7 @@ class SimulatedCluster:
                 prepared,
                 newest_checkpoint=checkpoint.step if checkpoint is not None else 0,
                 pids=dict.fromkeys(self._workers.keys() - elsewhere, 0),
-                next_rank=self._newest + 1,
+                next_rank=max(1 + max(made), journaled),  # of the fork server, and of the journal
                 newcomers=tuple(rank for rank in self._ended if rank in made and rank not in self._were_members),
                 made=tuple(made),
                 has_agents=bool(elsewhere),
@@ -750,7 +750,7 @@ class SimulatedCluster:
 
     def spawn(self, rank: int) -> None:
         """A worker starts, and is ready at once; or, where starts take time, in some of its turns."""
-        self._newest = rank
+        self._newest = max(self._newest, rank)
         self._wires.fences[rank] = ControllerFence(self._generation)
         worker = self._workers[rank] = Worker(rank, SimulatedChannel(rank, self))
         if self._uneven:

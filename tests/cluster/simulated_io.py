@@ -300,8 +300,8 @@ class SimulatedIO:
     def open_admin(self) -> str:
         return ""
 
-    def journal(self, prepare: m.Prepare) -> None:
-        self._cluster.journal.append(prepare)
+    def journal(self, prepare: m.Prepare, next_rank: int) -> None:
+        self._cluster.journal.append((prepare, next_rank))
         self._cluster.controller_acts()
 
     def adopt(self, rank: int, generation: int) -> None:

@@ -369,6 +369,13 @@ def test_nobody_has_a_link_to_itself(message: m.AnyMessage) -> None:
     assert by_controller(msgspec.structs.replace(ADOPTED, closed=(0, 2)), SENDER, None) == ""
 
 
+def test_a_controller_that_comes_back_believes_that_there_were_workers_that_the_journal_does_not_name() -> None:
+    """The first mesh may have a replacement, and no Prepare has told of it: its machine may be lost, and all links."""
+    not_journaled = AT_CONTROLLER.num_ranks + 1
+    assert by_controller(msgspec.structs.replace(ADOPTED, closed=(0, not_journaled)), SENDER, None) == ""
+    assert by_controller(msgspec.structs.replace(ADOPTED, closed=(-1,)), SENDER, None) == admission.PLACE
+
+
 def test_without_validations_nobody_takes_their_losses() -> None:
     """Not even of no micro-batch: all of those that there are would be here, and there is no loss among them."""
     bounds = replace(BOUNDS, num_validation_microbatches=0)

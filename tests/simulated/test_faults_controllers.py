@@ -5,25 +5,29 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import msgspec
 import pytest
 
 from elaswave_spmd.conf.schema import ElasticSettings, ScheduleSettings
+from elaswave_spmd.controller.events import Event, Received, WorkerEnded
 from elaswave_spmd.controller.model_checks import ModelChecks
 from elaswave_spmd.controller.resume import Adoption
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import ProtocolAction
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Predecessor
 from elaswave_spmd.recovery.generations import ControllerFence
+from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo
 from elaswave_spmd.worker.context import WorkerHooks
 from elaswave_spmd.worker.kept_reports import KeptReports
 from tests.cluster.cluster import WAYS, ControllerKilled, SimulatedCluster
 from tests.cluster.faults import SENDER, Fault, MessageFault
 from tests.cluster.processes import Worker
 from tests.cluster.schedules import Schedule, cluster_of, judge, run, run_many, undisturbed
-from tests.cluster.starting import Starting
+from tests.cluster.simulated_io import TIMEOUTS, TURN_S
+from tests.cluster.starting import StartFault, Starting
 from tests.cluster.tiny import TinyRun
 
 CHUNK = 30
@@ -94,6 +98,79 @@ def test_spares_are_spares_once_more_and_the_mesh_is_no_larger(spares: int) -> N
     assert cluster.protocol.placement.mesh.members == (0, 1, 2, 3)
     kinds = [kind for kind, _ in cluster.events]
     assert "spare" in kinds[kinds.index("controller") :]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_replacement_in_the_first_mesh_may_be_lost_with_its_machine_and_the_controller(seed: int) -> None:
+    """No Prepare has told the journal of its rank, but the others name it: their links to it have ended."""
+    faults = StartFault("kill", 1, "import"), StartFault("kill", 2, "import")
+    starting = Starting(faults, ElasticSettings(replace=True, replacements_per_minute=20))
+    schedule = Schedule(seed, TinyRun(), hosts=2, mirror_count=2, starting=starting, deaths=(13,))
+    cluster = cluster_of(schedule)
+    cluster.agents_come = ("gone",)
+    how, failure, detail = judge(schedule, cluster, undisturbed(schedule.run.key))
+    assert how == "bits" and not failure, detail
+    told = {kind: str(fields["message"]) for kind, fields in cluster.events if kind in ("begin", "controller")}
+    assert "workers 0, 3, 4, 5" in told["begin"]
+    assert "adopted 2 workers; workers 3, 5 did not come back" in told["controller"]
+    assert {*cluster.protocol.placement.mesh.members} == {0, 4, 6, 7}, "no rank is given twice"
+    assert cluster.journal[-1][1] == 8, "nor by the next controller"
+
+
+SLOW = 9
+
+
+class OneHasLeft(SimulatedCluster):
+    """A cluster that a worker has left when the controller dies. It still writes its shard, and hears nothing."""
+
+    then: Event | None = None  # what is heard of it once the next controller has adopted the others
+    looks = 0  # for shards on the disk
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.killed: list[int] = []
+        super().__init__(*args, **options)
+
+    def _make_controller(self, adoption: Adoption | None) -> None:
+        if adoption is not None:
+            adoption = replace(adoption, pids={**adoption.pids, SLOW: 0}, made=(*adoption.made, SLOW), next_rank=10)
+        super()._make_controller(adoption)
+        find = self._io.find_shards
+
+        def found() -> list[ShardInfo]:
+            self.looks += 1
+            return find()
+
+        self._io.find_shards = found
+
+    def take_turn(self) -> None:
+        super().take_turn()
+        if self.then is not None and self.looks:
+            self._io.events.append(self.then)
+            self.then = None
+
+    def kill_for_certain(self, rank: int) -> None:
+        self.killed.append(rank)
+        super().kill_for_certain(rank)
+
+
+@pytest.mark.parametrize(
+    ("then", "looks", "killed"),
+    [
+        (None, 1, []),
+        (WorkerEnded(SLOW, "it has ended", 0.0), 2, []),  # what it has written counts
+        (Received(m.Adopted(SLOW, 2, 0, -1, b""), (), SLOW), 1, [SLOW]),  # it would wait for this controller
+    ],
+    ids=["it writes on", "it ends", "it answers late"],
+)
+def test_nobody_waits_for_a_worker_that_has_left(then: Event | None, looks: int, killed: list[int]) -> None:
+    schedule = Schedule(1, TinyRun(), deaths=(60,))
+    cluster = cluster_of(schedule, kind=OneHasLeft)
+    assert isinstance(cluster, OneHasLeft)
+    cluster.then = then
+    how, failure, detail = judge(schedule, cluster, undisturbed(schedule.run.key))
+    assert how == "bits" and not failure, detail
+    assert cluster.result.comebacks == 1 and cluster.turn * TURN_S < TIMEOUTS.shutdown
+    assert cluster.looks == looks and [rank for rank in cluster.killed if rank == SLOW] == killed
 
 
 class HalfTold(SimulatedCluster):

@@ -182,8 +182,8 @@ class AdoptedLife:
         incarnation: the number of the life within the run.
         generation: the number of the controller within the life.
         here: the ranks of all workers that the controller's machine has ever had. No agent can have one of them.
-        next_rank: all ranks below this one have been given to workers. Some above it may have been, to newcomers: the
-            journal knows only of members.
+        next_rank: all ranks below this one have been given to workers. Some above it may have been, which the journal
+            does not know yet: of newcomers, and of members of the first mesh.
     """
 
     run: str

@@ -13,6 +13,7 @@ from elaswave_spmd.controller.events import AgentBack, AgentCame, BeatsReceived,
 from elaswave_spmd.controller.io import ProcessIO
 from elaswave_spmd.controller.resume import Adoption
 from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.messages import AT_ONCE, Prepare
 from elaswave_spmd.recovery.packed_reconfigure import Packer, Unpacker
 from elaswave_spmd.recovery.tick_clock import TickClock
 from elaswave_spmd.runtime.processes.agents import AgentNews, Agents, RemoteExited
@@ -27,22 +28,34 @@ HEARTBEAT_S = 1.0  # the most that a tick counts
 
 
 class World:
-    """An adopter with workers 0 and 1 beside the controller, and members 2 and 3 elsewhere; `over`: it has all."""
+    """An adopter with workers 0 and 1 beside the controller, and members 2 and 3 elsewhere; `over`: it has all.
 
-    def __init__(self, *, has_agents: bool = True) -> None:
+    Args:
+        others: further workers beside the controller, which are no members.
+        prepared: the epoch of the last Prepare in the journal, if there is one.
+        written: the last step that has its line.
+    """
+
+    def __init__(
+        self, *, has_agents: bool = True, others: tuple[int, ...] = (), prepared: int | None = None, written: int = 0
+    ) -> None:
         timeouts = SimpleNamespace(progress=float(PROGRESS_S), start=float(START_S), heartbeat=HEARTBEAT_S)
         plan = SimpleNamespace(settings=SimpleNamespace(timeouts=timeouts))
-        adoption = Adoption(RUN_DIR, 2, 1, pids={0: 10, 1: 11}, made=(0, 1), has_agents=has_agents, seconds=1.0)
+        last = None if prepared is None else Prepare(prepared, AT_ONCE)
+        here = (0, 1, *others)
+        pids = {rank: 10 + rank for rank in here}
+        adoption = Adoption(RUN_DIR, 2, 1, last, pids=pids, made=here, has_agents=has_agents, seconds=1.0)
         ignored, clock = dict.fromkeys(("forget", "heartbeat"), lambda *_: None), TickClock(HEARTBEAT_S, 0.0)
         self.watched: dict[int, float] = {}  # rank -> since when its silence counts
         watch = self.watched.__setitem__
         supervision = SimpleNamespace(**ignored, watch=watch, clock=clock, postpone=lambda now, _: clock.tick(now))
-        arguments: list[Any] = [adoption, plan, None, None, supervision, None, 0, None]
+        protocol = SimpleNamespace(version=written)
+        arguments: list[Any] = [adoption, plan, protocol, None, supervision, None, 0, None]
         self.adopter = Adopter(*cast(Any, arguments))
         self.now = 0.0
         self.over: list[float] = []
         self.adopter._finish = lambda now: self.over.append(now) or []  # type: ignore[method-assign]
-        assert self.adopter.start() == [AdoptWorker(0), AdoptWorker(1)]
+        assert self.adopter.start() == [AdoptWorker(rank) for rank in here]
 
     def happens(self, event: Any) -> list[Any]:
         assert not self.adopter.postpones(event)
@@ -56,11 +69,11 @@ class World:
             actions += self.happens(Tick())
         return actions
 
-    def answer(self, *ranks: int) -> None:
-        """Members of a mesh of four answer."""
-        addresses = {rank: f"tcp://a:{rank}" for rank in range(4)}
-        reconfigure = m.Reconfigure(0, ((0, 1, 2, 3),), (0, 2), ((1, 1, 1, 1),), addresses, (), 0, ())
-        ((_, encoded),) = Packer().encoded(range(4), reconfigure)
+    def answer(self, *ranks: int, epoch: int = 0, members: tuple[int, ...] = (0, 1, 2, 3), version: int = 0) -> None:
+        """Members of a mesh, of four if no other is given, answer. It began at this version."""
+        addresses = {rank: f"tcp://a:{rank}" for rank in members}
+        reconfigure = m.Reconfigure(epoch, (members,), (0, 2), ((1,) * len(members),), addresses, (), version, ())
+        ((_, encoded),) = Packer().encoded(members, reconfigure)
         (unpacker := Unpacker()).unpacked(cast(m.PackedReconfigure, m.decode(encoded)))
         for rank in ranks:
             self.happens(Received(m.Adopted(rank, 2, 5, *unpacker.last), (), rank))
@@ -202,14 +215,79 @@ def test_heartbeats_and_ticks_do_not_look_for_the_newest_mesh_epoch() -> None:
     looks: list[int] = []
     world.adopter._newest = lambda: looks.append(1) or newest()  # type: ignore[method-assign]
     world.answer(0, 1)
-    assert len(looks) == 1, "when the last one that is awaited has answered"
+    assert len(looks) == 1, "when the first one has answered"
     for _ in range(5):
         world.happens(Received(m.Heartbeat(0, 1, False, "forward"), (), 0))
     world.ticks(5)
     assert len(looks) == 1
     world.back(2)
     world.answer(2)
-    assert len(looks) == 2 and not world.over
+    assert len(looks) == 1 and not world.over, "it is in the same epoch"
+    world.lost_with_their_agent(2)
+    world.back(gone=(2,))
+    assert len(looks) == 2, "a newer one may have gone with that worker"
+
+
+# ---- workers that are no members any more
+
+
+def test_who_is_no_member_of_the_last_mesh_epoch_is_not_waited_for() -> None:
+    """It may have left, and write its shard to a slow disk; or it was lost, and cannot be ended now."""
+    members = (0, 1)
+    for has_agents in (False, True):
+        for prepared, epoch in ((None, 0), (4, 4)):
+            world = World(has_agents=has_agents, others=(4,), prepared=prepared)
+            world.answer(0, members=members, epoch=epoch)
+            assert not world.over, "a member has not answered"
+            world.answer(1, members=members, epoch=epoch)
+            assert world.over
+    world = World(others=(4,))
+    world.back(2, 3, 5)
+    world.answer(0, 1, 2)
+    assert not world.over
+    world.happens(WorkerEnded(3, "it has ended", 1.0))
+    assert world.over, "worker 5 is on another machine"
+
+
+def test_who_may_be_a_member_of_a_newer_mesh_epoch_is_waited_for() -> None:
+    """A change was under way: its Reconfigure may have been sent, and have come to a newcomer alone."""
+    world = World(has_agents=False, others=(4,), prepared=5)
+    world.answer(0, 1, members=(0, 1), epoch=4)
+    assert not world.over
+    world.answer(4, members=(1, 4), epoch=5)
+    assert world.over
+    world = World(has_agents=False, others=(4,), prepared=5)
+    world.answer(0, 1, members=(0, 1), epoch=4)
+    assert world.ticks(START_S) == [] and not world.over
+    assert world.ticks(1) == [Kill(4)] and world.over
+
+
+def test_who_has_the_last_mesh_epoch_may_answer_last() -> None:
+    world = World(has_agents=False, others=(4, 5), prepared=5)
+    world.answer(0, members=(0, 1), epoch=4)
+    world.answer(4, members=(1, 4), epoch=5)
+    assert not world.over
+    world.answer(1, members=(0, 1), epoch=4)
+    assert world.over, "worker 5 is in no mesh"
+
+
+def test_who_ended_with_the_last_mesh_epoch_leaves_it_unknown_who_is_in_it() -> None:
+    world = World(has_agents=False, others=(4, 5), prepared=5)
+    world.answer(4, members=(1, 4), epoch=5)
+    world.answer(0, members=(0, 1), epoch=4)
+    world.happens(WorkerEnded(4, "it has ended", 1.0))
+    world.answer(1, members=(0, 1), epoch=4)
+    assert not world.over
+
+
+def test_who_may_have_reports_of_steps_before_that_epoch_is_waited_for() -> None:
+    """The machine of the controller has crashed, and lines that were written are not on its disk."""
+    world = World(has_agents=False, others=(4,), written=2)
+    world.answer(0, 1, members=(0, 1), version=3)
+    assert not world.over
+    world = World(has_agents=False, others=(4,), written=3)
+    world.answer(0, 1, members=(0, 1), version=3)
+    assert world.over
 
 
 # ---- an agent that loses its connection meanwhile, and is back
@@ -311,12 +389,12 @@ def test_who_is_lost_with_an_agent_comes_before_it_is_back_and_who_has_ended_com
     agents.mailbox.interrupt("there is something to poll")
     launcher = Launcher(cast(ForkServerClient, fork_server), cast(Agents, agents))
     io = ProcessIO.__new__(ProcessIO)
-    io._launcher, io._deaths, io._next_rank = launcher, deque(), 0
+    io._launcher, io._deaths = launcher, deque()
     dropped: list[int] = []
     io._links = cast(Links, SimpleNamespace(drop=dropped.append))
     lost, *events = io._ended()
     assert isinstance(lost, WorkerEnded) and lost.rank == 4
     (ended,) = [event for event in events if isinstance(event, WorkerEnded)]
     assert events == [back, ended, came] and ended.rank == 5
-    assert launcher.host_of(4) == "a" and io._next_rank == 6
+    assert launcher.host_of(4) == "a"
     assert dropped == [5], "a worker that may be back with its agent keeps its link"

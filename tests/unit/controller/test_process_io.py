@@ -206,7 +206,7 @@ def test_a_start_that_others_wait_for_has_a_limit(
     monkeypatch.setattr(io._launcher, "spawn", spawn)
     monkeypatch.setattr(module, "WorkerSpec", lambda *_: SimpleNamespace(to_dict=dict))
     io._links = cast(Links, SimpleNamespace(peers=(0, 1) if others_train else ()))
-    io.__dict__ |= {"_next_rank": 0, "_spec": None, "_mutexes": None}
+    io.__dict__ |= {"_spec": None, "_mutexes": None}
     assert io.spawn(2) == Spawned(why_not="it stands still")
     assert [limit is not None for limit in limits] == [others_train]
 
