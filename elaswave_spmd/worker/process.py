@@ -473,6 +473,7 @@ class WorkerProcess:
 
     def _on_point(self, point: FaultPoint, step: int) -> None:
         """A step passes a fault point: count progress, and inject the faults that are due here."""
+        self._term_in_forks.drop_others()
         progress = self._progress
         progress.count += 1
         if point in (FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.WEIGHTS):
