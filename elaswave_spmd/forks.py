@@ -42,6 +42,16 @@ def call_in_forks(method: Callable[[], object], held: Collection[int] = ()) -> N
     os.register_at_fork(before=hold, after_in_parent=let_go, after_in_child=call)
 
 
+def put_null(descriptor: int) -> None:
+    """Put the null device in the place of a descriptor, so that its file is closed and its Python object stays usable.
+
+    For an object that another thread of the parent may have been writing to: in the fork nobody gives up its lock.
+    """
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    os.dup2(null, descriptor, inheritable=False)
+    os.close(null)
+
+
 def close_bound(address: str | tuple[str, int]) -> None:
     """Close the sockets of this process that are bound to an address: the one that listens there, and its connections.
 

@@ -43,7 +43,7 @@ from elaswave_spmd.run_dir.manifest import Manifest, layout_fingerprint, sets_of
 from elaswave_spmd.run_dir.run_identity import check_identity
 from elaswave_spmd.runtime.transport.credentials import Credentials
 from elaswave_spmd.sharding.replicas import unsurvived_text
-from elaswave_spmd.worker.checkpoint_writer import has_reports, read_reports
+from elaswave_spmd.worker.checkpoint_writer import has_reports, read_reports, remove_reports
 from elaswave_spmd.worker.learning_rate import LearningRate
 
 if TYPE_CHECKING:
@@ -615,6 +615,8 @@ def _complete_one(run_dir: Path, path: Path, shards: list[ShardInfo]) -> bool:
         raise
     except CheckpointError:
         return False  # a shard is damaged: an older checkpoint will do
+    # Their lines are on the disk. If they stayed, later resumes would read their newest checkpoint twice: `complete`.
+    remove_reports(path)
     return True
 
 

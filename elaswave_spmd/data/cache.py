@@ -1,12 +1,15 @@
 """The cache of token files. Each is written once per (corpus, tokenizer) and mapped read-only by every process.
 
 An entry is a folder `<key>/` with `tokens.bin` (raw little-endian unsigned integers) and `meta.json`. It is written
-into a scratch folder and published by one rename, so no process sees half of it.
+into a scratch folder and published by one rename, so no process sees half of it. A process that is killed leaves its
+scratch folder; the next one that makes the same entry, on the same machine, removes it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -23,10 +26,11 @@ from elaswave_spmd.data.columns import TokenColumn
 from elaswave_spmd.data.corpus import READ_BYTES, Documents
 from elaswave_spmd.data.tokenizer import ByteTokenizer, Tokenizer
 from elaswave_spmd.errors import ConfigError, DataError
-from elaswave_spmd.regular_files import open_regular, read_regular
+from elaswave_spmd.regular_files import open_regular, read_regular, regular_fd
 
 FORMAT = 1
 _META = "meta.json"
+_LOCK = "lock"  # a file in a scratch folder that its process has locked
 
 
 @dataclass(frozen=True)
@@ -137,15 +141,19 @@ def _find_or_make(
         return found
     with _cache_errors(cache):
         cache.mkdir(parents=True, exist_ok=True)
+        # Of this machine only: on a network file system locks may hold on each machine by itself.
+        begin = f".{entry.name}.{os.uname().nodename}."
+        _remove_left(cache, begin)
         # Not tempfile.mkdtemp: its mode 0700 would hide the entry of a shared cache from all other users.
-        scratch = cache / f".{entry.name}.{os.getpid()}.{secrets.token_hex(4)}"
+        scratch = cache / f"{begin}{os.getpid()}.{secrets.token_hex(4)}"
         scratch.mkdir()
     try:
-        with _cache_errors(cache):
+        with _cache_errors(cache), _locked(scratch):
             made = write(scratch)
-        accept(made.num_tokens)
-        with _cache_errors(cache):
+            accept(made.num_tokens)
             _publish(scratch, entry)
+        with contextlib.suppress(OSError):  # the entry of a process that was first may be another user's
+            (entry / _LOCK).unlink(missing_ok=True)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     published = _read_entry(entry)
@@ -157,6 +165,34 @@ def _find_or_make(
             fix="data.cache=DIR with a directory of its own",
         )
     return published
+
+
+@contextlib.contextmanager
+def _locked(scratch: Path) -> Iterator[None]:
+    """A context in which a new scratch folder is locked, if its file system has locks; others leave it alone then."""
+    unnamed = scratch / f"{_LOCK}.new"
+    fd = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            unnamed.rename(scratch / _LOCK)  # only now: who finds the name finds it locked while this process lives
+        except OSError:
+            unnamed.unlink()
+        yield
+    finally:
+        os.close(fd)
+
+
+def _remove_left(cache: Path, begin: str) -> None:
+    """Remove the scratch folders, of names that begin so, that killed processes have left."""
+    for left in cache.glob(f"{glob.escape(begin)}*"):
+        with contextlib.suppress(OSError):  # not locked yet; in use; another user's; or just removed
+            fd = regular_fd(left / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            finally:
+                os.close(fd)
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _cache_key(corpus: Documents, tokenizer: Tokenizer) -> str:

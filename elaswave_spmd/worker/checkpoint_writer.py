@@ -329,6 +329,13 @@ def has_reports(directory: Path) -> bool:
     return any(fnmatchcase(name, _REPORTS) for name in os.listdir(directory))
 
 
+def remove_reports(directory: Path) -> None:
+    """Remove what `has_reports` looks for, as far as that is possible."""
+    for path in directory.glob(_REPORTS):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
 def read_reports(directory: Path) -> dict[int, StepRecord]:
     """Reads the records that workers wrote beside their shards (`CheckpointWriter.write_now`), by step.
 

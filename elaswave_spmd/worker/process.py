@@ -33,6 +33,7 @@ from elaswave_spmd.runtime.devices.selection import kind_of
 from elaswave_spmd.runtime.processes import death_watch
 from elaswave_spmd.runtime.processes.adoption import write_address
 from elaswave_spmd.runtime.processes.beat_relay import RelayClient
+from elaswave_spmd.runtime.processes.child import ignore_terminal
 from elaswave_spmd.runtime.processes.malloc_tuning import keep_freed_memory
 from elaswave_spmd.runtime.processes.term_in_forks import TermInForks
 from elaswave_spmd.runtime.transport.link_probe import LinkProbe
@@ -253,6 +254,10 @@ class WorkerProcess:
             # member of the first mesh all the same, it makes them again.
             model.made.clear()
         watched = spec.death_watch is not None
+        # Again, as code of the user was imported and run, which may have set handlers: of Ctrl-C, which comes to all
+        # workers, or of SIGTERM, by which this one would end without a word.
+        ignore_terminal()
+        signal.signal(signal.SIGTERM, self._on_term)
         self._send(m.Ready(self._rank, self._links.address, watched, programs.num_compiled))
         self._is_ready = True
         return plan, model, data
@@ -473,6 +478,7 @@ class WorkerProcess:
 
     def _on_point(self, point: FaultPoint, step: int) -> None:
         """A step passes a fault point: count progress, and inject the faults that are due here."""
+        self._term_in_forks.drop_others()
         progress = self._progress
         progress.count += 1
         if point in (FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.WEIGHTS):

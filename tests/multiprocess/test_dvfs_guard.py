@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
 
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.runtime.devices.dvfs import GuardedClock, GuardedFrequencies
+from elaswave_spmd.runtime.devices.dvfs import guarded as guarded_module
 from tests.frequency_trees import limits, make_policies
 from tests.waiting import PATIENCE_S, eventually
 
@@ -118,28 +119,89 @@ def test_a_guard_that_is_killed_is_told(tmp_path: Path, opened: ExitStack) -> No
     guarded.close()
 
 
+def test_a_guard_whose_input_does_not_end_restores_when_it_is_asked_to_end(
+    tmp_path: Path, opened: ExitStack, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    make_policies(tmp_path, 1)
+    path = socket_in(tmp_path)
+    guarded = started(opened, path, tmp_path)
+    guarded.share({"policy0": [0]})
+    with closing(GuardedClock(path, 0)) as clock:
+        eventually(lambda: clock.set(0.5) == 0.5)
+    assert guarded._process.stdin is not None
+    opened.callback(os.close, os.dup(guarded._process.stdin.fileno()))  # as in a process that C code has forked
+    monkeypatch.setattr(guarded_module, "_END_S", 0.0)
+    monkeypatch.setattr(guarded_module, "_TERM_S", PATIENCE_S)
+    guarded.close()
+    assert limits(tmp_path, 0) == FOUND and not alive(guarded.pid)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_guard_that_hangs_is_killed_and_that_is_said(
+    tmp_path: Path, opened: ExitStack, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    make_policies(tmp_path, 1)
+    guarded = started(opened, socket_in(tmp_path), tmp_path)
+    os.kill(guarded.pid, signal.SIGSTOP)
+    monkeypatch.setattr(guarded_module, "_END_S", 0.0)
+    monkeypatch.setattr(guarded_module, "_TERM_S", 0.0)
+    guarded.close()
+    assert not alive(guarded.pid)
+    said = capfd.readouterr().err
+    assert f"(pid {guarded.pid}) was killed" in said and "limits of policy0 again by hand" in said
+
+
 PARENT = """
-import sys, time
+import os, signal, sys, time
 from elaswave_spmd.runtime.devices.dvfs import GuardedClock, GuardedFrequencies
 guarded = GuardedFrequencies.start("cpufreq", sys.argv[1], sys.argv[2])
 guarded.share({"policy0": [0]})
 clock = GuardedClock(sys.argv[1], 0)
 while clock.set(0.5) != 0.5:
     time.sleep(0.01)
-print(guarded.pid, flush=True)
-time.sleep(1000)
+fork = 0
+if sys.argv[3] == "forks":  # as a pool in a callback does; it outlives this process
+    fork = os.fork()
+    if not fork:
+        os.close(1)
+        while True:
+            signal.pause()
+print(guarded.pid, fork, flush=True)
+if sys.stdin.readline():
+    guarded.close()
+    print(guarded._process.returncode, flush=True)
 """
 
 
-def test_a_killed_job_leaves_no_frequency_behind(tmp_path: Path) -> None:
+@contextmanager
+def job(tmp_path: Path, does: str) -> Iterator[tuple[subprocess.Popen[str], int, int]]:
+    """A job that has set a frequency, the pid of its guard, and that of a process that it has forked, or 0."""
     make_policies(tmp_path, 1)
-    command = [sys.executable, "-c", PARENT, socket_in(tmp_path), str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as parent:
-        try:
-            assert parent.stdout is not None
-            guard = int(parent.stdout.readline())
-            assert limits(tmp_path, 0)[1] == 1_500_000
-        finally:
-            parent.kill()
-    eventually(lambda: not alive(guard))
-    assert limits(tmp_path, 0) == FOUND
+    command = [sys.executable, "-c", PARENT, socket_in(tmp_path), str(tmp_path), does]
+    here, pipe = Path(__file__).parents[2], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=here) as parent, ExitStack() as ended:
+        ended.callback(parent.kill)
+        assert parent.stdout is not None
+        guard, fork = map(int, parent.stdout.readline().split())
+        if fork:
+            ended.callback(os.kill, fork, signal.SIGKILL)
+        assert limits(tmp_path, 0)[1] == 1_500_000
+        yield parent, guard, fork
+
+
+@pytest.mark.parametrize("does", ["nothing", "forks"])
+def test_a_killed_job_leaves_no_frequency_behind(tmp_path: Path, does: str) -> None:
+    with job(tmp_path, does) as (parent, guard, fork):
+        parent.kill()
+        eventually(lambda: not alive(guard))
+        assert limits(tmp_path, 0) == FOUND
+        assert not fork or alive(fork)
+
+
+def test_a_job_that_has_forked_ends_its_guard_by_the_end_of_its_input(tmp_path: Path) -> None:
+    with job(tmp_path, "forks") as (parent, _, fork):
+        assert parent.stdin is not None and parent.stdout is not None
+        parent.stdin.write("close\n")
+        parent.stdin.flush()
+        assert parent.stdout.readline() == "0\n"
+        assert limits(tmp_path, 0) == FOUND and alive(fork)

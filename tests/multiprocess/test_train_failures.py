@@ -18,8 +18,8 @@ from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path
 from elaswave_spmd.run_dir.checkpoints import newest_complete
 from elaswave_spmd.runtime.transport.shared_memory import why_not_shared
-from tests.multiprocess import still_model
-from tests.multiprocess.real_runs import SMALL, eventually, launch, write_text
+from tests.multiprocess import patient_model, still_model
+from tests.multiprocess.real_runs import SMALL, eventually, launch, train, write_text
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of another process are set by prlimit")
@@ -137,6 +137,43 @@ def test_an_interrupted_run_says_so(tmp_path: Path) -> None:
     events = read_events(tmp_path / "run")
     assert [event["event"] for event in events] == ["start", "model_check", "signal", "checkpoint", "stop"]
     assert events[2]["signal"] == "SIGINT" and "it was asked to by SIGINT" in events[-1]["message"]
+
+
+@pytest.mark.parametrize(
+    ("line", "number"),
+    [
+        ("signal.signal(signal.SIGINT, signal.SIG_DFL)", signal.SIGINT),
+        ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))", signal.SIGTERM),
+    ],
+    ids=["SIGINT", "SIGTERM"],
+)
+def test_a_module_that_takes_a_signal_does_not_keep_the_run_from_saving(
+    tmp_path: Path, line: str, number: signal.Signals
+) -> None:
+    """The signal comes to all processes of the run, each of which has imported the module."""
+    write_text(tmp_path)
+    go = tmp_path / "go"
+    model = [*patient_model.write(tmp_path, go), "model.target=taking.PatientGPT"]
+    (tmp_path / "taking.py").write_text(f"import signal, sys\nfrom patient_model import PatientGPT\n{line}\n")
+    arguments = [*SMALL, "train.steps=16", "mesh=dp2", *model]
+    with launch(tmp_path, *arguments) as run:
+        run.wait_for_steps(6)
+        os.killpg(run.process.pid, number)
+        eventually(lambda: "signal" in [event["event"] for event in read_events(tmp_path / "run")], run.process)
+        go.touch()
+        done = run.finish()
+    assert done.code == 128 + number, done.err
+    assert done.err.startswith(f"{number.name}: a module that the run has imported has set a handler (")
+    kinds = [event["event"] for event in read_events(tmp_path / "run")]
+    assert "checkpoint" in kinds and kinds[-1] == "stop"
+    assert newest_complete(tmp_path / "run")
+    assert train(tmp_path, "train.resume=run").code == 0
+    assert train(tmp_path, *arguments, "run.dir=undisturbed").code == 0
+    ends = [tmp_path / name for name in ("run", "undisturbed")]
+    went, undisturbed = ([line.loss_hex for line in read_metrics(folder)] for folder in ends)
+    assert went == undisturbed and len(went) == 16
+    went, undisturbed = (read_summary(folder)["weights_sha256"] for folder in ends)
+    assert went == undisturbed
 
 
 def test_workers_get_room_for_their_links(tmp_path: Path) -> None:

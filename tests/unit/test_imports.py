@@ -41,7 +41,7 @@ ROOMS = {
     ),
     "simulator": "errors determinism mesh sharding conf scheduling recovery run_dir",
     "controller": (
-        "errors version ready by_value determinism mesh data sharding conf scheduling recovery runtime run_dir "
+        "errors version forks ready by_value determinism mesh data sharding conf scheduling recovery runtime run_dir "
         "callbacks weights worker"
     ),
     "report": "errors mesh conf run_dir regular_files",

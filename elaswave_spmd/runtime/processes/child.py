@@ -53,6 +53,15 @@ signal that is sent to a worker before the worker has set itself up stays pendin
 _TERMINAL = (signal.SIGINT, signal.SIGHUP)  # Ctrl-C, and the end of the terminal
 
 
+def ignore_terminal() -> None:
+    """Ignore what a terminal sends to the whole group: the controller alone reacts to it.
+
+    To be called again when code of the user, which may have set handlers, was imported.
+    """
+    for number in _TERMINAL:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def set_up() -> object:
     """Give a new worker its own signals, standard input and random state; it gets the `GROUP_SIGNALS` from now on.
 
@@ -61,8 +70,7 @@ def set_up() -> object:
     """
     mark = mark_own()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for number in _TERMINAL:  # the terminal sends them to the whole group; the controller alone reacts to them
-        signal.signal(number, signal.SIG_IGN)
+    ignore_terminal()
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)

@@ -155,6 +155,7 @@ class ForkServer:
             by_value.take(fd)
         except Exception as error:
             return by_value.untakeable(error).fields()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # again: a module that was imported for it may have set a handler
         os.close(fd)  # otherwise the bytes would stay in memory twice
         if num_threads() != before:
             return by_value.leaves_threads(num_threads()).fields()

@@ -1,8 +1,9 @@
 """The directory of a command's sockets, which is removed with the command's last process, however that ends.
 
-A command, its fork server and the workers that are forked from it hold a lock on a file in the directory. If all of
-them are killed at once, a process that waits for the lock removes the directory (scratch_remover.py). If that process
-is killed too, the next command that makes such a directory beside this one removes it.
+A command, its fork server and the workers that are forked from it hold a lock on a file in the directory. What code of
+the user forks from a command does not, as it may outlive it. If all that hold it are killed at once, a process that
+waits for the lock removes the directory (scratch_remover.py). If that process is killed too, the next command that
+makes such a directory beside this one removes it.
 
 All of these processes also share a lock of the directory itself. It protects the directory from programs that clean up
 /tmp: systemd-tmpfiles leaves a directory and its content alone while another process has it locked (tmpfiles.d(5)).
@@ -20,6 +21,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from elaswave_spmd.forks import call_in_forks
 from elaswave_spmd.runtime.processes import scratch_remover
 from elaswave_spmd.runtime.transport.links import SOCKETS, socket_directory
 
@@ -34,6 +36,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self._make()
+        call_in_forks(self._close)  # the fork server, which is forked as well, takes locks of its own
 
     @classmethod
     def adopted(cls, path: str) -> Scratch:
@@ -47,6 +50,7 @@ class Scratch:
         scratch._held = _share(_open_owner(path))
         scratch._kept = _keep_from_cleaners(path)
         scratch._remover = None
+        call_in_forks(scratch._close)
         return scratch
 
     def make_again(self) -> None:
@@ -72,7 +76,6 @@ class Scratch:
     def give_up(self) -> None:
         """Stop holding an adopted directory, and leave it to its other processes. `remove` does nothing afterwards."""
         self._close()
-        self._held = -1
 
     def remove(self) -> None:
         """Remove the directory, unless its fork server has done so. A second call does nothing."""
@@ -85,10 +88,13 @@ class Scratch:
             self._remover.wait()
 
     def _close(self) -> None:
-        """Give up both locks."""
-        os.close(self._held)
-        if self._kept is not None:
-            os.close(self._kept)
+        """Give up both locks. A second call does nothing."""
+        held, kept = self._held, self._kept
+        self._held, self._kept = -1, None
+        if held >= 0:
+            os.close(held)
+        if kept is not None:
+            os.close(kept)
 
 
 def hold_scratch(folder: str) -> list[int]:

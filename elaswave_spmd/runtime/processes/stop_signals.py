@@ -46,6 +46,14 @@ def signal_name(number: int) -> str:
     return signal.Signals(number).name
 
 
+def _described(handler: Any) -> str:
+    """What `signal.getsignal` returns, as it is written in Python."""
+    if isinstance(handler, signal.Handlers):
+        return f"signal.{handler.name}"
+    name = getattr(handler, "__qualname__", "")
+    return f"{getattr(handler, '__module__', '')}.{name}" if name else "one that is not Python's"
+
+
 class StopSignals:
     """Handles the stop signals of this process from `__enter__` to `__exit__`. Ignored signals stay ignored.
 
@@ -68,6 +76,7 @@ class StopSignals:
         self._counted: dict[int, float] = {}  # signal -> when it counted last
         self._pending: deque[int] = deque()  # signals that were not passed to a handler yet
         self._before: dict[int, Any] = {}
+        self._ignored: set[int] = set()
         self._held = 0  # the number of signals, from the first one of this process, that raise nothing
         self._handler: Callable[[int], None] | None = None
         self._raised = False
@@ -87,9 +96,34 @@ class StopSignals:
             call_in_forks(self._give_back, self._asked_for)  # what code of the user forks ends by them
             for number in self._asked_for:
                 # A shell starts background jobs with SIGINT ignored, and nohup ignores SIGHUP. Both must stay ignored.
-                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                if (found := signal.getsignal(number)) not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._came)
+                elif found is not None:
+                    self._ignored.add(number)
         return self
+
+    def take_again(self) -> dict[int, str]:
+        """Handle the signals again for which other code has set a handler since, such as a module that was imported.
+
+        `__exit__` gives them back to that handler. What was ignored at first is ignored again.
+
+        Returns:
+            Signal -> the handler that it had, in words; without those that are ignored.
+        """
+        taken: dict[int, str] = {}
+        if threading.current_thread() is not threading.main_thread():
+            return taken
+        ours = {**dict.fromkeys(self._before, self._came), **dict.fromkeys(self._ignored, signal.SIG_IGN)}
+        for number, handler in ours.items():
+            found = signal.getsignal(number)
+            if found == handler:
+                continue
+            if number not in self._ignored:
+                taken[number] = _described(found)
+            if found is not None:
+                self._before[number] = found
+            signal.signal(number, handler)
+        return taken
 
     def __exit__(self, *_: object) -> None:
         self._give_back()

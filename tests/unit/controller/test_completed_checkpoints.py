@@ -81,6 +81,18 @@ def test_missing_lines_have_the_tokens_of_the_run_that_was_saved(tmp_path: Path,
     assert newest_complete(tmp_path) == STEP
 
 
+def test_the_next_resume_does_not_look_again_at_what_was_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To look whether a checkpoint is good is to read all of it."""
+    directory = saved_by_workers(tmp_path)
+    assert complete(tmp_path) == directory
+    monkeypatch.setattr(resume, "_is_good", lambda path: pytest.fail(f"{path} is read"))
+    assert complete(tmp_path) is None
+    save(tmp_path, STEP + 1)
+    assert complete(tmp_path) is None, "nor at a newer one"
+
+
 def test_lines_and_events_are_on_the_disk_before_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, order = saved_by_workers(tmp_path), list[str]()
 

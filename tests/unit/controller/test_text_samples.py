@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.processes import command_lines
 from elaswave_spmd.conf.schema import GenerateSettings, Settings
 from elaswave_spmd.controller.text_samples import TextSampler, in_one_line
 from elaswave_spmd.data import PreparedData
@@ -146,6 +150,44 @@ def test_the_end_kills_the_process_and_says_what_was_not_made(sampler: TextSampl
     saved(sampler, 4)
     sampler.close()
     assert not sampler.pop_news()
+
+
+# A controller whose callback has forked a process that outlives it.
+CONTROLLER = """
+import os, signal, sys, time
+from pathlib import Path
+from elaswave_spmd.conf.schema import GenerateSettings
+from elaswave_spmd.controller.text_samples import TextSampler
+from elaswave_spmd.run_dir import RunInfo
+sampler = TextSampler(GenerateSettings(prompt="Once"), [sys.executable, "-c", sys.argv[1]])
+sampler.started(RunInfo("m", "dp2", "zero2", 10, 20, 2, run_dir=sys.argv[2]))
+sampler.event("checkpoint", 0.0, "", {"step": 2})
+assert sampler.wait(time.monotonic() + float(sys.argv[3]))
+fork = os.fork()
+if not fork:
+    os.close(1)
+    while True:
+        signal.pause()
+print(sampler._process.pid, fork, flush=True)
+sampler.event("checkpoint", 0.0, "", {"step": 4})
+assert sampler.wait(time.monotonic() + float(sys.argv[3]))
+print(*(news["event"] for news in sampler.pop_news()), flush=True)
+signal.pause()
+"""
+
+
+def test_the_process_ends_with_its_controller_though_a_fork_of_that_lives(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    command = [sys.executable, "-c", CONTROLLER, PROCESS, str(tmp_path), str(PATIENCE_S)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as controller, ExitStack() as ended:
+        ended.callback(controller.kill)
+        assert controller.stdout is not None
+        process, fork = map(int, controller.stdout.readline().split())
+        ended.callback(os.kill, fork, signal.SIGKILL)
+        assert controller.stdout.readline() == "generated generated\n", "and the controller still has it"
+        controller.kill()
+        eventually(lambda: process not in command_lines())
+        assert fork in command_lines()
 
 
 def test_a_line_of_a_terminal_has_nothing_that_a_terminal_obeys() -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import builtins
+import errno
 import hashlib
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -117,6 +121,68 @@ def test_the_second_of_two_writers_keeps_the_first_entry(tmp_path: Path, monkeyp
 
     assert tokenize_once(corpus, ByteTokenizer(), folder, accept=meanwhile) == made[0]
     assert len(list(folder.iterdir())) == 1
+
+
+# A command that makes an entry, and tells so when its tokens are written. It goes on when its standard input ends.
+WRITER = """
+import sys
+from elaswave_spmd.data import ByteTokenizer, text_corpus
+from elaswave_spmd.data.cache import tokenize_once
+def accept(num_tokens):
+    print("written", flush=True)
+    sys.stdin.read()
+print(tokenize_once(text_corpus(sys.argv[1]), ByteTokenizer(), sys.argv[2], accept=accept).path, flush=True)
+"""
+
+
+@contextmanager
+def _writer(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A command that has written its tokens, and has not published them."""
+    command = [sys.executable, "-c", WRITER, f"{tmp_path}/text/*.txt", str(tmp_path / "cache")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "written\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_what_a_killed_command_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    corpus, folder = _corpus(tmp_path, b"abcdef"), tmp_path / "cache"
+    with _writer(tmp_path):
+        pass
+    (left,) = folder.iterdir()
+    assert left.name.startswith(".")
+    made = tokenize_once(corpus, ByteTokenizer(), folder)
+    assert [*folder.iterdir()] == [Path(made.path).parent]
+    assert {path.name for path in Path(made.path).parent.iterdir()} == {"tokens.bin", "meta.json"}
+
+
+def test_what_a_living_command_writes_is_left_alone(tmp_path: Path) -> None:
+    corpus, folder = _corpus(tmp_path, b"abcdef"), tmp_path / "cache"
+    with _writer(tmp_path) as writer:
+        (theirs,) = folder.iterdir()
+        made = tokenize_once(corpus, ByteTokenizer(), folder)
+        assert {*folder.iterdir()} == {theirs, Path(made.path).parent}
+        assert (theirs / "tokens.bin").read_bytes() == b"abcdef"
+        assert writer.communicate()[0] == f"{made.path}\n"
+    assert [*folder.iterdir()] == [Path(made.path).parent]
+
+
+def test_a_file_system_without_locks_keeps_what_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can tell there whether its command lives."""
+
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    corpus, folder = _corpus(tmp_path, b"abcdef"), tmp_path / "cache"
+    with _writer(tmp_path):
+        pass
+    (left,) = folder.iterdir()
+    monkeypatch.setattr(caches.fcntl, "flock", unsupported)
+    made = tokenize_once(corpus, ByteTokenizer(), folder)
+    assert {*folder.iterdir()} == {left, Path(made.path).parent}
+    assert {path.name for path in Path(made.path).parent.iterdir()} == {"tokens.bin", "meta.json"}
 
 
 def test_a_refused_corpus_leaves_no_entry(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from elaswave_spmd.runtime.transport.links import SOCKETS, socket_directory
 from tests.locks import is_locked
 from tests.waiting import eventually
 
-# A command, or with an argument its fork server; and a process that is forked from it, as a worker is. It tells the
-# directory when both hold it.
+# A command, and a process that code of the user has forked from it; or with an argument its fork server, and a process
+# that is forked from that, as a worker is. It tells the directory when it is held.
 _HOLD = """
 import os, sys
 from elaswave_spmd.runtime.processes.scratch import Scratch, hold_scratch
@@ -90,11 +90,34 @@ def test_the_last_process_that_is_killed_takes_the_directory_along() -> None:
         for killed in (command, fork_server):
             killed.kill()
             killed.wait()
-            assert Path(folder).is_dir() and removers(folder), "a forked process holds it too"
+            assert Path(folder).is_dir() and removers(folder), "the worker holds it too"
         for forked in (command, fork_server):  # the forked processes end
             assert forked.stdin is not None
             forked.stdin.close()
         eventually(lambda: not Path(folder).exists() and not removers(folder))
+
+
+def test_what_is_forked_from_a_command_does_not_hold_the_directory() -> None:
+    with holder() as (command, folder):
+        eventually(lambda: removers(folder))
+        command.kill()
+        command.wait()
+        eventually(lambda: not Path(folder).exists() and not removers(folder))
+        assert command.stdin is not None and not command.stdin.closed, "the forked process lives until it is closed"
+
+
+def test_what_is_forked_after_a_directory_is_removed_keeps_its_files(tmp_path: Path) -> None:
+    mine = Scratch()
+    mine.remove()
+    with (tmp_path / "a").open("w") as a, (tmp_path / "b").open("w") as b:  # they get the numbers of the locks
+        forked = os.fork()
+        if not forked:
+            with suppress(OSError):
+                os.fstat(a.fileno())
+                os.fstat(b.fileno())
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(forked, 0)[1] == 0
 
 
 def is_left_alone(folder: str) -> bool:
@@ -179,7 +202,7 @@ def test_the_next_command_removes_what_nobody_holds_any_more() -> None:
             killed.kill()
             killed.wait()
             clear_up()
-            assert Path(folder).is_dir(), "a forked process holds it too"
+            assert Path(folder).is_dir(), "the worker holds it too"
 
     def removed() -> bool:
         clear_up()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -110,6 +111,31 @@ def test_a_signal_that_was_held_is_told_when_somebody_listens() -> None:
             assert told == [signal.SIGTERM]
             signal.raise_signal(signal.SIGINT)
         assert told == [signal.SIGTERM, signal.SIGINT]
+
+
+def _leave(*_: object) -> None:
+    raise SystemExit(0)
+
+
+@pytest.mark.parametrize(("handler", "called"), [(signal.SIG_DFL, "signal.SIG_DFL"), (_leave, f"{__name__}._leave")])
+def test_a_signal_that_other_code_has_taken_is_handled_again(handler: Any, called: str) -> None:
+    told: list[int] = []
+    with StopSignals() as signals, signals.as_events(told.append):
+        assert signals.take_again() == {}
+        signal.signal(signal.SIGINT, handler)
+        assert signals.take_again() == {signal.SIGINT: called} and signals.take_again() == {}
+        signal.raise_signal(signal.SIGINT)
+        assert told == [signal.SIGINT]
+    assert signal.getsignal(signal.SIGINT) == handler, "afterwards it is as that code has it"
+
+
+def test_a_signal_that_other_code_has_taken_stays_ignored_if_it_was() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with StopSignals() as signals:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        assert signals.take_again() == {}
+        signal.raise_signal(signal.SIGHUP)
+        assert signals.first is None
 
 
 def test_what_a_shell_has_the_command_ignore_stays_ignored() -> None:

@@ -27,9 +27,16 @@ ours, theirs = context.Pipe()
 child = context.Process(target=work, args=(theirs,))
 child.start()
 ours.recv()
-if sys.argv[1] != "alone":
+signal.signal(signal.SIGUSR1, lambda *_: None)
+if sys.argv[1] == "others":
+    os.kill(os.getpid(), signal.SIGUSR1)
+if sys.argv[1] == "many others":
+    for _ in range(2000):  # far more than the socket has room for
+        os.kill(os.getpid(), signal.SIGUSR1)
+    forks.drop_others()
+if sys.argv[1] in ("group", "busy", "many others"):
     began = time.monotonic()
-    if sys.argv[1] == "busy":  # in a call during which Python calls no handler
+    if sys.argv[1] != "group":  # in a call during which Python calls no handler
         threading.Timer(0.2, os.killpg, (0, signal.SIGTERM)).start()
         while time.monotonic() < began + 2:
             hashlib.pbkdf2_hmac("sha256", b"", b"", 4_000_000)
@@ -59,10 +66,12 @@ def _result(which: str) -> str:
     return done.stdout.strip()
 
 
-def test_terminate_ends_a_fork_of_a_process_that_only_notes_the_signal() -> None:
-    assert _result("alone") == str(-signal.SIGTERM)
+@pytest.mark.parametrize("which", ["alone", "others"])
+def test_terminate_ends_a_fork_of_a_process_that_only_notes_the_signal(which: str) -> None:
+    """Also after another signal, as Python tells of all of them in the same way."""
+    assert _result(which) == str(-signal.SIGTERM)
 
 
-@pytest.mark.parametrize("which", ["group", "busy"])
+@pytest.mark.parametrize("which", ["group", "busy", "many others"])
 def test_a_fork_outlives_a_signal_to_the_whole_group(which: str) -> None:
     assert _result(which) == str(-signal.SIGTERM), "and later ends by its own"

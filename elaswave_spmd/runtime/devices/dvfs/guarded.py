@@ -12,12 +12,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elaswave_spmd.errors import ConfigError, RunError
+from elaswave_spmd.forks import call_in_forks, put_null
 from elaswave_spmd.ready import is_any_ready
 from elaswave_spmd.runtime.devices.dvfs.base import SETTING, DeviceRange
 from elaswave_spmd.runtime.processes.import_path import interpreter_environment
 
 _READY_S = 60.0
-_END_S = 10.0
+_END_S = 10.0  # until the guard has ended by the end of its input
+_TERM_S = 10.0  # and after SIGTERM
 
 
 class GuardedFrequencies:
@@ -35,6 +37,7 @@ class GuardedFrequencies:
         self.devices: Mapping[str, DeviceRange] = {}
         self._buffer = b""
         self._closed = False
+        call_in_forks(self._let_go)
 
     @classmethod
     def start(cls, backend: str, path: str, where: str = "", timeout_s: float = _READY_S) -> GuardedFrequencies:
@@ -104,12 +107,32 @@ class GuardedFrequencies:
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()  # it hangs in a call of the driver
+        if not self._ends_within(_END_S):  # another process has the input open, so its end does not come
+            self._process.terminate()
+        if not self._ends_within(_TERM_S):  # it hangs in a call of the driver
+            self._process.kill()
             self._process.wait()
+            devices = ", ".join(self.devices) or "devices"
+            said = (
+                f"frequencies may not be restored: the process that sets them (pid {self.pid}) was killed, as it had "
+                f"not ended after {_END_S + _TERM_S:.0f} s; set the limits of {devices} again by hand"
+            )
+            with contextlib.suppress(OSError):  # the terminal is closed
+                print(said, file=sys.stderr, flush=True)
         self._process.stdout.close()
+
+    def _ends_within(self, seconds: float) -> bool:
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _let_go(self) -> None:
+        """Close the guard's input in a process that is forked from this one: its end tells that this one has ended."""
+        assert self._process.stdin is not None
+        if not self._process.stdin.closed:
+            put_null(self._process.stdin.fileno())
 
     def _send(self, order: dict[str, object]) -> None:
         assert self._process.stdin is not None
