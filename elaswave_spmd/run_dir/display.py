@@ -342,6 +342,8 @@ class LiveDisplay:
             if self._region.takes_output:
                 self._take_captured()
                 self._region.draw(self._taken_above(), self._lines(self._workers))
+            elif self._captured is not None:
+                self._captured.trim()
         except OSError:  # the terminal is closed
             self._is_open = False
             self._stack.close()
