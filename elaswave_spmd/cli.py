@@ -217,9 +217,22 @@ def _start_of(words: Sequence[str]) -> Start | HandOver:
     from elaswave_spmd.controller.on_ray.job import controller_settings, hand_over
     from elaswave_spmd.controller.torchrun import Run, start_of
 
+    folder = _working_directory()
     if (settings := controller_settings(words, os.environ)) is not None:
         return Run(settings)
-    return hand_over(words, os.environ, os.getcwd()) or start_of(words, os.environ)
+    return hand_over(words, os.environ, folder) or start_of(words, os.environ)
+
+
+def _working_directory() -> str:
+    """The directory in which the command was started."""
+    try:
+        return os.getcwd()
+    except OSError as error:  # it was removed; to import torch without one ends the process
+        raise ConfigError(
+            f"the working directory cannot be found ({error.strerror})",
+            rule="a command is started in a directory that exists: paths and your modules are looked for from there",
+            fix="cd to another directory, or to the one that has the same name by now",
+        ) from error
 
 
 def _takes_out(words: list[str], flag: list[str]) -> bool:
@@ -253,6 +266,7 @@ def _agent(program: str) -> int:
 
 def _serve(arguments: Sequence[str], program: str) -> int:
     """Run an agent."""
+    _working_directory()
     from elaswave_spmd.runtime.devices import check_usable
 
     check_usable("cpu")  # that torch can be imported; the run's own device is known once the controller sends it

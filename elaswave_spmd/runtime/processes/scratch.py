@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 
 from elaswave_spmd.runtime.processes import scratch_remover
-from elaswave_spmd.runtime.transport.links import SOCKETS, socket_directory
+from elaswave_spmd.runtime.transport.links import SOCKETS, no_socket_directory, socket_directory
 
 _OWNER = "owner"
 
@@ -30,6 +30,9 @@ class Scratch:
     """A directory for sockets, as `socket_directory` makes it, that this process holds until `remove`, or its own end.
 
     Directories beside it whose processes were killed are removed.
+
+    Raises:
+        ConfigError: none can be made, or held.
     """
 
     def __init__(self) -> None:
@@ -61,34 +64,38 @@ class Scratch:
     def _make(self) -> None:
         folder = Path(socket_directory())
         self.path = str(folder)
-        _remove_dead(folder.parent)
-        # The file gets its name only when it is locked. Other commands leave a directory without such a file alone.
-        new = folder / f".{_OWNER}"
-        self._held = hold_lock(new)
-        self._kept = _keep_from_cleaners(folder)
-        new.rename(folder / _OWNER)
-        self._remover: subprocess.Popen[bytes] | None = _start_remover(folder)
+        self._held: int | None = None
+        self._kept: int | None = None
+        self._remover: subprocess.Popen[bytes] | None = None
+        try:
+            _remove_dead(folder.parent)
+            # The file gets its name only when it is locked. Other commands leave a directory without such a file alone.
+            new = folder / f".{_OWNER}"
+            self._held = hold_lock(new)
+            self._kept = _keep_from_cleaners(folder)
+            new.rename(folder / _OWNER)
+            self._remover = _start_remover(folder)
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            self.give_up()
+            raise no_socket_directory(folder.parent, error) from error
 
     def give_up(self) -> None:
-        """Stop holding an adopted directory, and leave it to its other processes. `remove` does nothing afterwards."""
-        self._close()
-        self._held = -1
+        """Stop holding the directory, and leave it to its other processes. `remove` does nothing afterwards."""
+        for lock in (self._held, self._kept):
+            if lock is not None:
+                os.close(lock)
+        self._held = self._kept = None
 
     def remove(self) -> None:
         """Remove the directory, unless its fork server has done so. A second call does nothing."""
-        if self._held < 0:
+        if self._held is None:
             return
         shutil.rmtree(self.path, ignore_errors=True)
-        self._close()
+        self.give_up()
         if self._remover is not None:
             self._remover.kill()
             self._remover.wait()
-
-    def _close(self) -> None:
-        """Give up both locks."""
-        os.close(self._held)
-        if self._kept is not None:
-            os.close(self._kept)
 
 
 def hold_scratch(folder: str) -> list[int]:
