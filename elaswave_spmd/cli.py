@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from elaswave_spmd.errors import ConfigError, RunError, UserError, closest
+from elaswave_spmd.output import flush_output, mute_output, say, say_error
 from elaswave_spmd.runtime.processes.stop_signals import Signalled, StopSignals
 from elaswave_spmd.runtime.processes.supervisor import supervise, supervised_by, with_adoption
 
@@ -76,14 +77,16 @@ def guarded(command: Callable[[], int]) -> int:
     except UserError as error:
         return _bad_input(error)
     except RunError as error:
-        print(f"error: {_harmless(str(error))}", file=sys.stderr)
+        say_error(f"error: {_harmless(str(error))}")
         return FAILED
     except Signalled as signalled:
-        print(signalled, file=sys.stderr)
+        say_error(signalled)
         return signalled.exit_code
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        say_error("interrupted")
         return INTERRUPTED
+    finally:
+        flush_output()  # else the interpreter does, and makes an exit code of its own of a reader that has left
 
 
 def _open_standard_streams() -> None:
@@ -122,7 +125,8 @@ def _command(command: str, program: str) -> int:
         "plan": _plan,
         "simulate": _simulate,
     }
-    with _reader_may_leave():
+    # An agent's reader may leave as well, and its workers are not to end with it: what it says is said by `say`.
+    with _reader_may_leave() if command != "agent" else contextlib.nullcontext():
         if command in ("-h", "--help"):
             print(_USAGE.format(program=program))
             return DONE
@@ -182,13 +186,13 @@ def _train() -> int:
     with StopSignals() as signals:
         with signals.held():  # inside Hydra an exception of ours can turn into another one
             if not show:
-                _first_line()
+                say(FIRST_LINE)  # something to see at once: what is imported next takes seconds
             from elaswave_spmd.controller.on_ray.job import HandOver  # imports Hydra
             from elaswave_spmd.controller.torchrun import Run, Serve, take_out
 
             start = _start_of(words)
             if not show and not isinstance(start, HandOver) and start.notice:  # torchrun has started this process
-                _line(start.notice)
+                say(start.notice)
                 take_out(os.environ)
             if isinstance(start, Run) and not show and _may_adopt(start.settings):
                 # What ends this command before it has adopted workers would leave them behind, with their state.
@@ -213,19 +217,22 @@ def _start_of(words: Sequence[str]) -> Start | HandOver:
     from elaswave_spmd.controller.on_ray.job import controller_settings, hand_over
     from elaswave_spmd.controller.torchrun import Run, start_of
 
+    folder = _working_directory()
     if (settings := controller_settings(words, os.environ)) is not None:
         return Run(settings)
-    return hand_over(words, os.environ, os.getcwd()) or start_of(words, os.environ)
+    return hand_over(words, os.environ, folder) or start_of(words, os.environ)
 
 
-def _first_line() -> None:
-    """Something to see at once: what is imported next takes seconds."""
-    _line(FIRST_LINE)
-
-
-def _line(text: str) -> None:
-    with contextlib.suppress(OSError):  # the reader has left already; the run goes on without one
-        print(text, flush=True)
+def _working_directory() -> str:
+    """The directory in which the command was started."""
+    try:
+        return os.getcwd()
+    except OSError as error:  # it was removed; to import torch without one ends the process
+        raise ConfigError(
+            f"the working directory cannot be found ({error.strerror})",
+            rule="a command is started in a directory that exists: paths and your modules are looked for from there",
+            fix="cd to another directory, or to the one that has the same name by now",
+        ) from error
 
 
 def _takes_out(words: list[str], flag: list[str]) -> bool:
@@ -259,6 +266,7 @@ def _agent(program: str) -> int:
 
 def _serve(arguments: Sequence[str], program: str) -> int:
     """Run an agent."""
+    _working_directory()
     from elaswave_spmd.runtime.devices import check_usable
 
     check_usable("cpu")  # that torch can be imported; the run's own device is known once the controller sends it
@@ -327,8 +335,7 @@ def _reader_may_leave() -> Iterator[None]:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        # The interpreter flushes stdout once more at its end; give it a file that takes everything.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        mute_output()
         raise SystemExit(DONE) from None
 
 
@@ -340,7 +347,7 @@ def _harmless(text: str) -> str:
 def _bad_input(error: UserError) -> int:
     text = _harmless(str(error))
     if not sys.stderr.isatty():
-        print(f"error: {text}", file=sys.stderr)
+        say_error(f"error: {text}")
         return BAD_INPUT
     from rich.console import Console
     from rich.panel import Panel

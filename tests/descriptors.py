@@ -15,6 +15,17 @@ OF_SELECT = 1024
 
 
 @contextlib.contextmanager
+def unread() -> Iterator[int]:
+    """A descriptor of a pipe whose reader has gone."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        yield writing
+    finally:
+        os.close(writing)
+
+
+@contextlib.contextmanager
 def none_left() -> Iterator[list[int]]:
     """This process can open no file more, as if strangers had taken all of its descriptors.
 

@@ -15,6 +15,7 @@ from typing import Any
 from elaswave_spmd.callbacks.records import EndRecord, StartRecord
 from elaswave_spmd.callbacks.tracker import PROJECT, Tracker, import_library
 from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.output import say
 
 _SETTING = "run.trackers=[wandb]"
 _SERVICE_PROCESS = "wandb-core"
@@ -83,7 +84,7 @@ class WandbTracker(Tracker):
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
         if url := self._run.url:
-            print(f"wandb: {url}", flush=True)
+            say(f"wandb: {url}")
         return {"id": self._run.id}
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

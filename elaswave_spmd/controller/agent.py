@@ -26,6 +26,7 @@ from elaswave_spmd.controller.launching import data_spec
 from elaswave_spmd.data import PreparedData, prepare_data
 from elaswave_spmd.errors import DataError, RunError, UserError
 from elaswave_spmd.mesh.mesh import named_workers
+from elaswave_spmd.output import say
 from elaswave_spmd.ready import is_any_ready
 from elaswave_spmd.run_dir.display import count
 from elaswave_spmd.runtime.devices.selection import worker_start
@@ -109,7 +110,7 @@ class Agent:
         what = f"places for {count(offer.capacity, 'worker')} of the run at {offer.rendezvous}"
         if isinstance(first, am.Back):
             what = f"a controller is at {offer.rendezvous} again, and may adopt {count(len(first.workers), 'worker')}"
-        print(f"agent on {offer.name}: {what}", flush=True)
+        say(f"agent on {offer.name}: {what}")
         try:
             if isinstance(first, am.Back):
                 self._start_relay()
@@ -118,7 +119,7 @@ class Agent:
             self._fork_server.stop(0.0)
             self._send(am.AgentFailed(am.Problem("", "it was asked to end by SIGTERM")))
             self._wait_for_stop()
-            print("nothing was lost: no worker was here", flush=True)
+            say("nothing was lost: no worker was here")
         except _DeadlineError:
             self._end_at_deadline()
         except _WorkersLostError as lost:
@@ -166,7 +167,7 @@ class Agent:
         if lost := sorted(self._workers.ranks):
             what += f" before {named_workers(lost)} had left: lost, as if killed"
         elif not self._failed:
-            print(f"{what}; no worker was left here, and none had ended otherwise than in order", flush=True)
+            say(f"{what}; no worker was left here, and none had ended otherwise than in order")
             return
         if self._failed:
             what += f"; {self._failures()}"
@@ -233,7 +234,7 @@ class Agent:
         says = "the controller has ended the run; whether its state is saved is told there, not here"
         if self._failed.keys() - self._signalled:
             raise _WorkersLostError(f"{self._failures()}, before it had left\n  {says}")
-        print(says, flush=True)
+        say(says)
 
     def _wait_for_stop(self) -> None:
         """Wait until the controller has received this agent's last message, which it answers by Stop or Refused.
@@ -252,7 +253,7 @@ class Agent:
         is_any_ready([self._mailbox, self._fork_server], timeout_s=until_s)
         if self._deadline.is_set and not self._has_given_notice and self._terms.first is not None:
             self._has_given_notice = True
-            print(f"SIGTERM: workers leave the run, and the agent ends within {self._drain_s:g} s", flush=True)
+            say(f"SIGTERM: workers leave the run, and the agent ends within {self._drain_s:g} s")
             self._send(am.Notice(self._drain_s))
         self._report_refusals()
         self._fork_server.keep_up()
@@ -283,12 +284,12 @@ class Agent:
                 self._is_leaving = True
                 if within_s is not None:
                     self._set_deadline(within_s)
-                print(says or "the workers of this machine leave the run", flush=True)
+                say(says or "the workers of this machine leave the run")
             case am.LetGo(says, lost):
                 self._fork_server.stop(0.0)
                 if lost:
                     raise _WorkersLostError(says)
-                print(says, flush=True)
+                say(says)
                 return True
             case am.Spawn(rank, spec):
                 self._workers.started(rank, spec)
@@ -297,7 +298,7 @@ class Agent:
                     self._fork_server.spawn(rank, own, _FORK_SERVER_S)
                 except NotStartedError as error:  # the others here go on
                     self._workers.ranks.discard(rank)
-                    print(f"worker {rank} could not be started: {error}", flush=True)
+                    say(f"worker {rank} could not be started: {error}")
                     self._send(am.WorkerExited(rank, 0, 1, None, str(error)))
             case am.BeatsHeard() if self._relay is not None:
                 self._relay.answered()

@@ -31,6 +31,7 @@ from elaswave_spmd.controller.agent_search import (
     is_beside_controller,
 )
 from elaswave_spmd.errors import ConfigError, RunError
+from elaswave_spmd.output import say
 from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.rendezvous import Found, read_secret, resolve_address
 from elaswave_spmd.runtime.processes.stop_signals import StopSignals, signal_name
@@ -67,8 +68,8 @@ def main(arguments: Sequence[str], program: str) -> int:
         if address is not None:
             check_host(address, found)
         if not options.name and is_beside_controller(found):
-            print(f"the controller is on this machine too, by the same name, {name}: one failure domain.", end=" ")
-            print("--name gives this agent another", flush=True)
+            why = f"the controller is on this machine too, by the same name, {name}: one failure domain"
+            say(f"{why}. --name gives this agent another")
         _Service(search, machine, signals, terms, options.timeout).serve(found)
     return 0
 
@@ -123,12 +124,12 @@ class _Service:
         except _UnreachableError as unreachable:
             if self._gives_up_at is None or (not self._keeps_workers and time.monotonic() >= self._gives_up_at):
                 raise
-            print(f"{unreachable}: looking for it again", flush=True)
+            say(f"{unreachable}: looking for it again")
             time.sleep(LOOK_AGAIN_S)
         except LostControllerError as lost:
             self._gives_up_at, self._keeps_workers = time.monotonic() + self._timeout_s, lost.keeps_workers
             kept = self._machine.workers if lost.keeps_workers else None
-            print(f"{lost}: {self._search.announced(kept)}", flush=True)
+            say(f"{lost}: {self._search.announced(kept)}")
             self._terms.check()  # one may have come when nobody listened any more
             if not lost.keeps_workers:
                 self._machine.begin_again()

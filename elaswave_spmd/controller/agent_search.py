@@ -11,6 +11,7 @@ from elaswave_spmd.controller.address_note import take_note
 from elaswave_spmd.controller.agent_machine import release
 from elaswave_spmd.controller.agent_workers import AgentWorkers
 from elaswave_spmd.errors import ConfigError, RunError
+from elaswave_spmd.output import say
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.processes.rendezvous import Found, NoRunYetError, find_controller, is_loopback
 from elaswave_spmd.runtime.transport.credentials import Credentials
@@ -100,10 +101,10 @@ class ControllerSearch:
             try:
                 self._endpoint = endpoint(None, said)
             except ConfigError:
-                print(f"{self._moved} names no place of a run: {said!r}", flush=True)
+                say(f"{self._moved} names no place of a run: {said!r}")
             else:
                 self.offer = dataclasses.replace(self.offer, rendezvous=said)
-                print(f"the run has moved: it is looked for at {said} ({self._moved})", flush=True)
+                say(f"the run has moved: it is looked for at {said} ({self._moved})")
         return find_controller(*self._endpoint, self._secret, min(left_s, _NOTE_S))
 
     def with_workers(self, kept: AgentWorkers, fork_server: ForkServerClient, credentials: Credentials) -> Found | None:
@@ -134,7 +135,7 @@ class ControllerSearch:
         why = f"no controller came within {kept.adopt_s:g} s (timeouts.adopt)"
         if found is not None:
             why = f"the run at {self.offer.rendezvous} has begun another life, which adopts nobody"
-        print(f"{why}: {kept} may save state and end", flush=True)
+        say(f"{why}: {kept} may save state and end")
         release(fork_server, time.monotonic() + kept.grace_s)
         return found
 

@@ -20,6 +20,7 @@ from elaswave_spmd.controller.resume import ResumePoint
 from elaswave_spmd.data import DataSpec, PreparedData
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.mesh import Mesh, MeshShape, Topology
+from elaswave_spmd.output import say
 from elaswave_spmd.run_dir.captured_output import CapturedOutput
 from elaswave_spmd.run_dir.display import count
 from elaswave_spmd.runtime.devices.selection import WorkerStart, worker_start
@@ -77,7 +78,7 @@ def start_launcher(
         # Before the fork server: workers inherit the limit from it.
         raise_fd_limit_for(settings)
         if settings.runtime.transport == "shm" and (why := why_not_shared()):
-            print(f"links go over Unix sockets (runtime.transport=ipc): memory is not shared, since {why}", flush=True)
+            say(f"links go over Unix sockets (runtime.transport=ipc): memory is not shared, since {why}")
         local = fork_server_of(settings, scratch, here=here, given=given, captured=captured)
         undo.pop_all()
     return launcher_of(settings, local, agents)
@@ -116,7 +117,7 @@ def start_fork_server(start: WorkerStart, spec: ForkServerSpec) -> ForkServerCli
         spec: everything else.
     """
     if start.environment:
-        print(f"variables of the workers: {start}", flush=True)
+        say(f"variables of the workers: {start}")
     preload = (*PRELOAD, *start.preload)
     return ForkServerClient.start(TARGET, replace(spec, preload=preload, method=start.method, env=start.environment))
 
@@ -135,16 +136,15 @@ def gather(launcher: Launcher, settings: Settings, data: PreparedData) -> Topolo
     if agents is None:
         return None
     if runtime.agents:
-        print(f"waiting for {count(runtime.agents, 'agent')} at {runtime.rendezvous}", flush=True)
+        say(f"waiting for {count(runtime.agents, 'agent')} at {runtime.rendezvous}")
         agents.wait_for_all(runtime.agents_timeout)
     hosts = _assigned(launcher, settings)
     counts = Counter(hosts.values())
-    print("workers: " + ", ".join(f"{number} on {host}" for host, number in counts.items()), flush=True)
+    say("workers: " + ", ".join(f"{number} on {host}" for host, number in counts.items()))
     for stage, host in _alone(settings, hosts):
-        print(
+        say(
             f"stage {stage} is on {host} alone, and so are the mirrors of its state: if that machine is lost, the run "
-            "is back at its newest checkpoint",
-            flush=True,
+            "is back at its newest checkpoint"
         )
     agents.prepare(most_workers(settings), settings.to_dict(), data.to_dict())
     return Topology.of({rank: (host,) for rank, host in hosts.items()})

@@ -31,6 +31,7 @@ from elaswave_spmd.controller.resume import (
 )
 from elaswave_spmd.controller.run_fingerprint import as_far_as_saved, identity_of
 from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.output import say
 from elaswave_spmd.recovery.generations import FIRST
 from elaswave_spmd.recovery.messages import Prepare
 from elaswave_spmd.run_dir import RunDir, read_metrics
@@ -187,7 +188,7 @@ def _adopt(settings: Settings, path: Path, lock: RunLock, *, may_have_agents: bo
         return None
     if (step := going_back_to(path)) is not None:
         if live_here:
-            print(f"workers of the run still live, and are ended: it was going back to step {step}", flush=True)
+            say(f"workers of the run still live, and are ended: it was going back to step {step}")
             _end_workers(next(line[SCRATCH] for line in reversed(lines) if SCRATCH in line), settings)
         return None
     if (mesh := _mesh_of_workers(settings, path, journal, first, live_here=live_here)) is None:
@@ -247,7 +248,7 @@ def _mesh_of_workers(
     if first["settings"] != _digest(settings):
         if not live_here:
             # Whether any lives elsewhere is not known. If so, its agent has it save its state, and joins after that.
-            print(_OTHER_SETTINGS, flush=True)
+            say(_OTHER_SETTINGS)
             return None
         # Before anything is adopted: with the settings that they have they can still be adopted.
         raise ConfigError(
@@ -263,10 +264,10 @@ def _mesh_of_workers(
     if _has_had(settings, path, journal):
         # Named or not: a supervisor's command names the mesh of the run's begin, and so does config.yaml.
         name, other = mesh.shape.name, settings.mesh.shape.name
-        print(f"workers of the run still live: its mesh is theirs, {name}, and not {other}, as earlier", flush=True)
+        say(f"workers of the run still live: its mesh is theirs, {name}, and not {other}, as earlier")
         return mesh
     if not live_here:
-        print(_OTHER_SETTINGS, flush=True)
+        say(_OTHER_SETTINGS)
         return None
     raise ConfigError(
         f"workers of the run in {path} still live, on the mesh {mesh.shape.name}, and another mesh is named, "

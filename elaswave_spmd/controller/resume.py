@@ -20,6 +20,7 @@ from elaswave_spmd.controller.model_checks import MODEL_CHECK
 from elaswave_spmd.controller.run_fingerprint import as_far_as_saved, identity_of, without_average
 from elaswave_spmd.data import PreparedData
 from elaswave_spmd.errors import CheckpointError, ConfigError, DataError, FilesError
+from elaswave_spmd.output import say
 from elaswave_spmd.recovery.messages import Prepare
 from elaswave_spmd.run_dir import MetricsLine, RunDir, RunInfo, RunObserver, read_events, read_metrics
 from elaswave_spmd.run_dir.atomic_write import READ_ONLY, sync_file, writing
@@ -313,7 +314,7 @@ def _open_source(plan: RunPlan, data: PreparedData, resume: str) -> _Source:
         lock = lock_resumed(path, where)
         undo.callback(lock.close)
         # Workers of a controller that was killed may still write their state, which this run goes on from.
-        wait_for_workers(path, orphan_grace(path, settings) + _REAPING_S, lambda: print(_WAITING, flush=True))
+        wait_for_workers(path, orphan_grace(path, settings) + _REAPING_S, lambda: say(_WAITING))
         same = settings.run.dir is None or Path(os.path.expanduser(settings.run.dir)).absolute() == path.absolute()
         if same and (path / SUMMARY).exists():
             what = f"the run in {path} has finished"
@@ -377,7 +378,7 @@ def _finish_rollback(run_dir: Path) -> None:
             fix="begin it again, by its own command with another run.dir",
         )
     if step is not None:
-        print(f"the run was going back to step {step} when its controller was killed: that is done first", flush=True)
+        say(f"the run was going back to step {step} when its controller was killed: that is done first")
         discard_after(run_dir, step)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +43,7 @@ from elaswave_spmd.controller.resume import ResumePoint, complete, open_run
 from elaswave_spmd.controller.run_log import RunLog
 from elaswave_spmd.data import prepare_data
 from elaswave_spmd.errors import ConfigError, RunError, UserError
+from elaswave_spmd.output import say, say_error
 from elaswave_spmd.run_dir import RunDir, RunObserver
 from elaswave_spmd.run_dir.best import ranked_steps
 from elaswave_spmd.run_dir.captured_output import CapturedOutput
@@ -98,9 +98,7 @@ def run(
         except Unfinished as end:
             with signals.held():
                 ending = Ending(end.error, settings, command or Command(), end.run_dir)
-                lines = "\n".join(ending.lines())
-                with contextlib.suppress(OSError):  # the terminal is closed
-                    print(lines, file=sys.stderr, flush=True)
+                say_error("\n".join(ending.lines()))
                 return ending.exit_code(signals.first)
 
 
@@ -305,7 +303,7 @@ class _Lives:
             agents = open_agents(settings, orphaned.start)
             if agents is not None:
                 unmade.callback(agents.give_back)
-                print(f"waiting for the agents of the run at {settings.runtime.rendezvous}", flush=True)
+                say(f"waiting for the agents of the run at {settings.runtime.rendezvous}")
             client, scratch = orphaned.fork_server or self._new_fork_server(settings)
             launcher = launcher_of(settings, client, agents)
             undo = unmade.pop_all()
@@ -379,12 +377,10 @@ class _Lives:
         With `signal.signal(SIGINT, SIG_DFL)` in a module, Ctrl-C would end this process at once, with nothing saved.
         """
         for number, handler in self._signals.take_again().items():
-            said = (
+            say_error(
                 f"{signal_name(number)}: a module that the run has imported has set a handler ({handler}), which is "
                 "not called: the run saves its state by this signal, and stops"
             )
-            with contextlib.suppress(OSError):  # the terminal is closed
-                print(said, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Stop capturing what workers print. Idempotent."""
@@ -395,9 +391,8 @@ class _Lives:
     def _show_captured(self) -> None:
         """Print what workers have written to the captured output and the live view has not shown."""
         if self._captured is not None:
-            with contextlib.suppress(OSError):  # the terminal is closed
-                for line in self._captured.lines(rest=True):
-                    print(line, file=sys.stderr)
+            for line in self._captured.lines(rest=True):
+                say_error(line)
 
     def _train(self, plan: RunPlan, launcher: Launcher, begun: _Begun) -> Outcome:
         """Train until the workers have ended, and discard the run's directory if nothing in it is worth keeping."""
@@ -513,8 +508,7 @@ class _Lives:
         signal ends the waiting.
         """
         left, until, signals = list(members), time.monotonic() + seconds, list[int]()
-        with contextlib.suppress(OSError):  # the terminal is closed
-            print(f"the workers save their state, within {seconds:g} s; a signal ends them at once", flush=True)
+        say(f"the workers save their state, within {seconds:g} s; a signal ends them at once")
         # A RunError is suppressed, as another error is being raised: if the fork server has died, so have its workers.
         with self._signals.passing_to(signals.append), contextlib.suppress(RunError):
             while left and not signals and time.monotonic() < until:

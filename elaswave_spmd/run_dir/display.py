@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ from rich.text import Text
 
 from elaswave_spmd.conf.schema import AUTO, LIVE, PLAIN
 from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.output import mute_output
 from elaswave_spmd.run_dir.captured_output import CapturedOutput
 from elaswave_spmd.run_dir.faults import faults_text
 from elaswave_spmd.run_dir.live_view import Progress, render
@@ -342,6 +342,8 @@ class LiveDisplay:
             if self._region.takes_output:
                 self._take_captured()
                 self._region.draw(self._taken_above(), self._lines(self._workers))
+            elif self._captured is not None:
+                self._captured.trim()
         except OSError:  # the terminal is closed
             self._is_open = False
             self._stack.close()
@@ -457,13 +459,6 @@ class LastingDisplay:
         except (OSError, SystemExit):  # rich raises SystemExit for a broken pipe
             self._is_read = False
             mute_output()
-
-
-def mute_output() -> None:
-    """Redirect the standard output to /dev/null, as the interpreter flushes it once more when it ends."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.close(null)
 
 
 def shows_live(choice: str, console: Console | None = None) -> bool:

@@ -16,9 +16,10 @@ from elaswave_spmd.run_dir import read_events, read_summary
 from elaswave_spmd.run_dir.journal import read_journal
 from elaswave_spmd.run_dir.lock import LOCK
 from elaswave_spmd.worker.plan_run import read_profile
+from tests.descriptors import unread
 from tests.faults.fault_runs import TINY, Bits, go_on
 from tests.multiprocess import patient_model
-from tests.multiprocess.real_runs import Launched, eventually, launch, write_text
+from tests.multiprocess.real_runs import Launched, eventually, kill_at_once, launch, write_text
 from tests.waiting import PATIENCE_S
 from tests.waiting import eventually as waiting
 
@@ -116,6 +117,22 @@ def test_a_controller_that_is_stopped_is_killed_and_writes_nothing_any_more(
         done = run.finish()
     assert done.code == 0 and "has stood still" in done.err, done
     assert_nothing_was_done_again(folder, undisturbed(STEPS), 2)
+
+
+def test_nobody_reads_the_output_and_the_next_controller_starts_a_fork_server(
+    folder: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a terminal that has closed. All workers end with their fork server."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    with unread() as output, launch(folder, "--supervise", *WORDS, "checkpoint.every=5", output=output) as run:
+        run.wait_for_steps(AT)
+        controller = controller_of(folder)
+        (fork_server,) = [pid for pid, parent in run.processes().items() if parent == controller]
+        kill_at_once([controller, fork_server])
+        go_on(folder)
+        assert run.finish().code == 0
+    assert [event for event in read_events(folder / "run") if event["event"] == "resume"]
+    assert Bits.of(folder / "run") == undisturbed(STEPS)
 
 
 def test_a_worker_that_dies_while_there_is_no_controller_is_lost_as_ever(

@@ -132,6 +132,21 @@ def test_a_controller_that_is_killed_twice_has_the_workers_of_all_machines_again
     assert {line.workers for line in read_metrics(site.here / "run")} == {4}
 
 
+def test_agents_whose_output_nobody_reads_any_more_keep_their_workers(site: Site, undisturbed: Undisturbed) -> None:
+    with started(site, "--supervise", *WORDS, "runtime.local_workers=2") as sides:
+        for agent in sides.agents.values():
+            assert agent.stdout is not None and agent.stdout.readline()
+            agent.stdout.close()
+        killed_at(sides.run, AT)
+        go_on(site.here)
+        done, agents = end_of_all(sides)
+    assert done.code == 0, done.err
+    assert [(event["generation"], event["workers"]) for event in comebacks(site.here)] == [(2, 4)]
+    assert_nothing_was_done_again(site.here, undisturbed(STEPS), 2)
+    assert not events_of(site, "fail") and not events_of(site, "agent")
+    assert [(agent.code, agent.err) for agent in agents.values()] == [(0, ""), (0, "")]
+
+
 def test_an_agent_that_is_killed_while_there_is_no_controller_is_a_loss_of_its_workers(
     site: Site, undisturbed: Undisturbed
 ) -> None:

@@ -110,19 +110,21 @@ def launch(
     limits: Mapping[int, tuple[int, int]] | None = None,
     pipe_bytes: int = -1,
     in_new_interpreter: bool = False,
+    output: int | None = None,
 ) -> Iterator[Launched]:
     """Starts `python train.py ARGUMENTS` in `folder`, in a session of its own; kills what is left at the end.
 
     Args:
         limits: resource -> (soft, hard) limit of the command, from its very begin.
         pipe_bytes: what each of its output's pipes holds; -1: as many as the system has it.
-        in_new_interpreter: the command imports everything itself, as with `limits` and `pipe_bytes`. Else it is
+        in_new_interpreter: the command imports everything itself, as with the other three. Else it is
             forked from a process that has imported it.
+        output: the descriptor of its stdout and stderr; None: two pipes, which `finish` reads.
     """
     words, mark = [str(script), *arguments], mark or new_mark()
     with _sockets_and_environment(os.environ, mark) as (sockets, environment):
-        if limits or pipe_bytes != -1 or in_new_interpreter:
-            process = exec_command(words, folder, environment, limits=limits, pipe_bytes=pipe_bytes)
+        if limits or pipe_bytes != -1 or output is not None or in_new_interpreter:
+            process = exec_command(words, folder, environment, limits=limits, pipe_bytes=pipe_bytes, output=output)
         else:
             process = train_server().start(words, folder, environment)
         with _until_ended(Launched(process, folder, sockets, mark)) as launched:
@@ -158,6 +160,7 @@ def exec_command(
     *,
     limits: Mapping[int, tuple[int, int]] | None = None,
     pipe_bytes: int = -1,
+    output: int | None = None,
 ) -> subprocess.Popen[str]:
     """Starts `python WORDS` as `TrainServer.start` does, but by exec: it imports everything itself."""
 
@@ -170,8 +173,8 @@ def exec_command(
         cwd=folder,
         env={name: value for name, value in environment.items() if name != "PYTHONWARNINGS"},
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE if output is None else output,
+        stderr=subprocess.PIPE if output is None else output,
         text=True,
         start_new_session=True,
         pipesize=pipe_bytes,

@@ -55,6 +55,22 @@ def test_a_machine_leaves_between_two_steps_and_its_agent_proves_that_nothing_wa
     assert read_metrics(site.here / "run")[-1].workers == 1
 
 
+def test_an_agent_whose_output_nobody_reads_any_more_leaves_as_any_other(site: Site, undisturbed: Path) -> None:
+    """As in a terminal that has closed: none of its lines ends its workers."""
+    go, words = patient(site)
+    with site.run(*words, options=("--name", "elsewhere", "--drain", "600")) as (run, agent):
+        run.wait_for_steps(2)
+        assert agent.stdout is not None and agent.stdout.readline()
+        agent.stdout.close()
+        agent.send_signal(signal.SIGTERM)
+        of_agent = end_of(agent)
+        go.touch()
+        of_run = run.finish()
+    assert (of_run.code, of_run.err, of_agent.code, of_agent.err) == (0, "", 0, "")
+    assert [event["ranks"] for event in events_of(site, "leave")] == [[1]] and not events_of(site, "fail")
+    assert_same_bits(site.here / "run", undisturbed)
+
+
 def assert_lost_at_deadline(site: Site, of_run: Done, of_agent: Done, undisturbed: Path) -> None:
     """Worker 1 had not left when the 12 seconds of its agent were over. The run goes on without it, with equal bits."""
     assert of_run.code == 0, of_run.err

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
+from tests.descriptors import unread
 from tests.multiprocess import deaf_model
 from tests.multiprocess.real_runs import SMALL, eventually, launch, train, write_text
 from tests.waiting import PATIENCE_S
@@ -180,6 +181,17 @@ def test_an_output_that_nobody_reads_meanwhile_stops_no_step(tmp_path: Path) -> 
         done = run.finish()
     assert done.code == 0 and done.out.count("validation loss ") >= 120
     assert "left out" not in done.out and "weights sha256" in done.out
+
+
+def test_an_output_that_nobody_has_read_from_the_begin_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with `python train.py 2>&1 | true`, or in a terminal that has closed."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    write_text(tmp_path)
+    with unread() as output, launch(tmp_path, *SMALL, "mesh=dp2", output=output) as run:
+        assert run.finish().code == 0
+    assert [event["event"] for event in read_events(tmp_path / "run")][-1] == "finish"
 
 
 def test_a_run_whose_weights_cannot_be_written_has_not_finished_and_goes_on(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ ROOMS = {
     "version": "",
     "forks": "",
     "ready": "",
+    "output": "",
     "user_code": "errors",
     "by_value": "errors",
     "regular_files": "",
@@ -32,22 +33,22 @@ ROOMS = {
     "conf": "errors mesh regular_files",
     "scheduling": "errors determinism mesh sharding",
     "recovery": "errors determinism mesh sharding conf scheduling",
-    "runtime": "errors forks ready by_value mesh sharding conf regular_files",
-    "run_dir": "errors forks ready sharding conf regular_files",
-    "callbacks": "errors user_code conf run_dir regular_files",
+    "runtime": "errors forks ready output by_value mesh sharding conf regular_files",
+    "run_dir": "errors forks ready output sharding conf regular_files",
+    "callbacks": "errors output user_code conf run_dir regular_files",
     "weights": "errors determinism data sharding models conf run_dir regular_files",
     "worker": (
         "errors determinism mesh data sharding models conf scheduling recovery runtime run_dir weights regular_files"
     ),
     "simulator": "errors determinism mesh sharding conf scheduling recovery run_dir",
     "controller": (
-        "errors version forks ready by_value determinism mesh data sharding conf scheduling recovery runtime run_dir "
-        "callbacks weights worker"
+        "errors version forks ready output by_value determinism mesh data sharding conf scheduling recovery runtime "
+        "run_dir callbacks weights worker"
     ),
     "report": "errors mesh conf run_dir regular_files",
     "demo": "errors conf run_dir",
     "api": "errors user_code by_value models conf runtime run_dir callbacks weights simulator controller",
-    "cli": "errors conf runtime weights simulator controller report demo",
+    "cli": "errors output conf runtime weights simulator controller report demo",
     "__main__": "cli",
     "__init__": "errors version determinism sharding models callbacks weights api",
 }

@@ -34,6 +34,7 @@ import traceback
 from typing import Any, NoReturn
 
 from elaswave_spmd import by_value
+from elaswave_spmd.output import flush_output
 from elaswave_spmd.ready import is_any_ready, ready_among
 from elaswave_spmd.runtime.processes import child
 from elaswave_spmd.runtime.processes.adoption import accept_next, listen_for_next
@@ -254,8 +255,7 @@ class ForkServer:
         """Make a worker by a fork. Returns its process id; in the child this never returns."""
         parent = os.getpid()
         # Text that is still in the buffers would be written a second time by the child.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         pid = os.fork()
         if pid:
             return pid

@@ -6,11 +6,12 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from itertools import pairwise
+
+from elaswave_spmd.output import flush_output
 
 _POLL_S = 0.002
 _MAX_DESCRIPTORS = 1 << 20
@@ -73,8 +74,7 @@ def fork_process(
         keep: the descriptors that stay open in the child.
         streams: output stream of the child (1 or 2) -> the descriptor of this process that takes its place.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     pid = os.fork()
     if pid:
         return ForkedProcess(pid)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from elaswave_spmd.forks import call_in_forks
 from elaswave_spmd.runtime.processes import scratch_remover
-from elaswave_spmd.runtime.transport.links import SOCKETS, socket_directory
+from elaswave_spmd.runtime.transport.links import SOCKETS, no_socket_directory, socket_directory
 
 _OWNER = "owner"
 
@@ -32,11 +32,14 @@ class Scratch:
     """A directory for sockets, as `socket_directory` makes it, that this process holds until `remove`, or its own end.
 
     Directories beside it whose processes were killed are removed.
+
+    Raises:
+        ConfigError: none can be made, or held.
     """
 
     def __init__(self) -> None:
         self._make()
-        call_in_forks(self._close)  # the fork server, which is forked as well, takes locks of its own
+        call_in_forks(self.give_up)  # the fork server, which is forked as well, takes locks of its own
 
     @classmethod
     def adopted(cls, path: str) -> Scratch:
@@ -50,7 +53,7 @@ class Scratch:
         scratch._held = _share(_open_owner(path))
         scratch._kept = _keep_from_cleaners(path)
         scratch._remover = None
-        call_in_forks(scratch._close)
+        call_in_forks(scratch.give_up)
         return scratch
 
     def make_again(self) -> None:
@@ -65,36 +68,39 @@ class Scratch:
     def _make(self) -> None:
         folder = Path(socket_directory())
         self.path = str(folder)
-        _remove_dead(folder.parent)
-        # The file gets its name only when it is locked. Other commands leave a directory without such a file alone.
-        new = folder / f".{_OWNER}"
-        self._held = hold_lock(new)
-        self._kept = _keep_from_cleaners(folder)
-        new.rename(folder / _OWNER)
-        self._remover: subprocess.Popen[bytes] | None = _start_remover(folder)
+        self._held: int | None = None
+        self._kept: int | None = None
+        self._remover: subprocess.Popen[bytes] | None = None
+        try:
+            _remove_dead(folder.parent)
+            # The file gets its name only when it is locked. Other commands leave a directory without such a file alone.
+            new = folder / f".{_OWNER}"
+            self._held = hold_lock(new)
+            self._kept = _keep_from_cleaners(folder)
+            new.rename(folder / _OWNER)
+            self._remover = _start_remover(folder)
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            self.give_up()
+            raise no_socket_directory(folder.parent, error) from error
 
     def give_up(self) -> None:
-        """Stop holding an adopted directory, and leave it to its other processes. `remove` does nothing afterwards."""
-        self._close()
+        """Stop holding the directory, and leave it to its other processes. `remove` does nothing afterwards."""
+        held, kept = self._held, self._kept
+        self._held = self._kept = None
+        for lock in (held, kept):
+            if lock is not None:
+                os.close(lock)
 
     def remove(self) -> None:
         """Remove the directory, unless its fork server has done so. A second call does nothing."""
-        if self._held < 0:
+        if self._held is None:
             return
         shutil.rmtree(self.path, ignore_errors=True)
-        self._close()
+        self.give_up()
         if self._remover is not None:
             self._remover.kill()
             self._remover.wait()
-
-    def _close(self) -> None:
-        """Give up both locks. A second call does nothing."""
-        held, kept = self._held, self._kept
-        self._held, self._kept = -1, None
-        if held >= 0:
-            os.close(held)
-        if kept is not None:
-            os.close(kept)
 
 
 def hold_scratch(folder: str) -> list[int]:

@@ -133,12 +133,30 @@ _LINK_EVENTS = _CLOSED_EVENTS | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEE
 
 
 def socket_directory() -> str:
-    """Make a new private directory whose path can be in the address of an ipc socket. The caller removes it."""
+    """Make a new private directory whose path can be in the address of an ipc socket. The caller removes it.
+
+    Raises:
+        ConfigError: none can be made.
+    """
     # $TMPDIR is not used: batch systems often set it to a path that is too long.
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     usable = _SHORT_PATH.fullmatch(base) and os.access(base, os.W_OK) and not _why_not_private(base)
     usable = usable and not Path(base).resolve().is_relative_to(_OF_LOGINS)
-    return tempfile.mkdtemp(prefix=SOCKETS, dir=base if usable else "/tmp")
+    base = base if usable else "/tmp"
+    try:
+        return tempfile.mkdtemp(prefix=SOCKETS, dir=base)
+    except OSError as error:
+        raise no_socket_directory(base, error) from error
+
+
+def no_socket_directory(base: str | Path, error: OSError) -> ConfigError:
+    """The error of a command that can make no directory for its sockets in `base`, or cannot lock what it has made."""
+    return ConfigError(
+        f"no directory for the sockets of this command can be made in {base} ({error.strerror or error})",
+        rule="its processes meet in a new directory, on a file system that has room and locks",
+        fix=f"make room in {base}; or XDG_RUNTIME_DIR=DIR, a directory of yours with mode 0700 and a path shorter than "
+        "40 characters, not below /run/user",
+    )
 
 
 def _why_not_private(directory: str | Path) -> str:

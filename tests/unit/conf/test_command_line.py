@@ -181,6 +181,27 @@ def test_a_reader_of_help_may_leave_early(tmp_path: Path) -> None:
         process.stderr.close()
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        [str(ROOT / "train.py"), "mesh=single"],
+        [str(ROOT / "train.py"), "--supervise", "mesh=single"],
+        ["-m", "elaswave_spmd", "agent", "127.0.0.1:9", "--token-file", "token"],
+    ],
+    ids=["train", "supervised", "agent"],
+)
+def test_a_working_directory_that_was_removed_is_bad_input(tmp_path: Path, words: list[str]) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    program = ["sh", "-c", 'rmdir "$0" && exec "$@"', str(gone), sys.executable, *words]
+    done = subprocess.run(
+        program, cwd=gone, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 2, done
+    assert done.stderr.startswith("error: the working directory cannot be found (No such file or directory)\n"), done
+    assert "fix:" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_cfg_job_prints_the_settings_and_runs_nothing(
     monkeypatch: pytest.MonkeyPatch, ran: Ran, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 
+from elaswave_spmd.run_dir import captured_output as module
 from elaswave_spmd.run_dir.captured_output import CapturedOutput
 
 
@@ -60,6 +62,55 @@ def test_what_has_been_read_takes_no_room(captured: CapturedOutput) -> None:
     if stat.st_blocks * 512 >= stat.st_size:
         pytest.skip("the file system of temporary files gives no room back")
     assert stat.st_blocks * 512 <= 1 << 18
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this Python cannot make files in memory")
+def test_no_disk_that_is_full_keeps_workers_from_printing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    made = CapturedOutput()
+    os.write(made.fileno(), b"a line\n")
+    assert made.lines() == ["a line"]
+    made.close()
+
+
+def test_where_no_file_can_be_in_memory_it_is_a_temporary_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    made = CapturedOutput()
+    os.write(made.fileno(), b"a line\n")
+    assert made.lines() == ["a line"] and os.fstat(made.fileno()).st_nlink == 0
+    made.close()
+
+
+def test_a_worker_that_opens_its_output_anew_empties_it(captured: CapturedOutput) -> None:
+    """As `echo text > /dev/stdout` does."""
+    os.write(captured.fileno(), b"a line\n")
+    assert captured.lines() == ["a line"]
+    with open(f"/proc/self/fd/{captured.fileno()}", "w") as again:
+        again.write("other\n")
+    captured.trim()
+    assert captured.lines(rest=True) == []
+    os.write(captured.fileno(), b"x\nthe last\n")
+    assert captured.lines(rest=True)[-1] == "the last"
+
+
+LINES = [f"line {n}" for n in range(1000)]
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_of_lines_for_which_there_is_no_room_the_last_are_kept(
+    captured: CapturedOutput, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    monkeypatch.setattr(module, "_MOST", 1000)
+    os.write(captured.fileno(), b"begun ")
+    assert captured.lines() == []
+    for _ in range(times):
+        os.write(captured.fileno(), "".join(f"{line}\n" for line in LINES).encode())
+        captured.trim()
+    note, *shown = captured.lines(rest=True)
+    assert shown == LINES[-len(shown) :] and 900 < sum(len(line) + 1 for line in shown) <= 1010
+    assert note == f"({len(LINES) * times - len(shown):,} lines of workers are left out: more waited than is kept)"
+    os.write(captured.fileno(), b"more\n")
+    assert captured.lines() == ["more"]
 
 
 def test_a_stream_that_is_no_terminal_is_not_captured(captured: CapturedOutput) -> None:

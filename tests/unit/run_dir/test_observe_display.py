@@ -41,6 +41,7 @@ from elaswave_spmd.run_dir.display import (
 )
 from elaswave_spmd.run_dir.faults import FaultCount, faults_text
 from elaswave_spmd.run_dir.observer import event_text
+from elaswave_spmd.run_dir.screen_region import ScreenRegion
 from elaswave_spmd.run_dir.workers_now import LOST, TRAINING, WorkerNow, WorkersNow
 
 
@@ -329,6 +330,29 @@ def test_what_workers_print_is_dropped_when_nobody_looks_any_more(monkeypatch: p
     display.step(_line(1))
     assert captured.lines() == []
     display.close()
+    captured.close()
+
+
+def test_what_workers_print_while_the_terminal_is_stopped_takes_no_more_room_than_the_last_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As after Ctrl-S, for as long as nobody looks."""
+    console, out = _terminal()
+    captured = CapturedOutput()
+    display = LiveDisplay(console, clock := _Clock(), captured, work=lambda: 0.0)
+    display.start(_info(3))
+    monkeypatch.setattr(ScreenRegion, "takes_output", False)
+    for n in range(32):
+        os.write(captured.fileno(), f"line {n}\n".encode() * (1 << 17))
+        clock.seconds += 1
+        assert display.wants_workers
+        display.show_workers(WORKERS)
+    assert captured.waiting <= 4 << 20 and "line" not in out.getvalue()
+    monkeypatch.undo()
+    display.close()
+    lines = out.getvalue().splitlines()
+    assert any("lines of workers are left out" in line for line in lines)
+    assert not any("line 0" in line for line in lines) and any("line 31" in line for line in lines)
     captured.close()
 
 

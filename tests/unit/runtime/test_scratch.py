@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -16,7 +18,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.processes import command_lines
+from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.recovery.admission import _ADDRESS
+from elaswave_spmd.runtime.processes import scratch
 from elaswave_spmd.runtime.processes.scratch import _OWNER, Scratch, _remove_dead, remove_with
 from elaswave_spmd.runtime.transport import links
 from elaswave_spmd.runtime.transport.links import SOCKETS, socket_directory
@@ -189,6 +193,59 @@ def test_a_directory_that_is_removed_leaves_no_process() -> None:
     eventually(lambda: removers(mine.path))
     mine.remove()
     assert not removers(mine.path)
+
+
+def test_to_remove_it_again_does_nothing(tmp_path: Path) -> None:
+    """Numbers of descriptors are given again: what has them by then is not closed."""
+    mine = Scratch()
+    mine.remove()
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context((tmp_path / str(n)).open("w")) for n in range(4)]
+        mine.remove()
+        mine.give_up()
+        assert [os.fstat(file.fileno()).st_size for file in files] == [0] * 4
+
+
+NO_ROOM = OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_that_none_can_be_made_is_bad_input(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(prefix: str, dir: str) -> str:
+        raise NO_ROOM
+
+    monkeypatch.setattr(tempfile, "mkdtemp", no_room)
+    with pytest.raises(ConfigError, match=r"no directory .* in .* \(No space left on device\)") as caught:
+        Scratch()
+    assert str(base) in caught.value.what and "XDG_RUNTIME_DIR" in caught.value.fix
+
+
+@pytest.mark.parametrize("what", ["hold_lock", "_keep_from_cleaners", "_start_remover"])
+def test_one_that_cannot_be_held_is_bad_input_and_leaves_nothing(
+    base: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def fail(*_: object) -> int:
+        raise NO_ROOM
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(scratch, what, fail)
+    with pytest.raises(ConfigError, match=r"no directory .* in .* \(No space left on device\)") as caught:
+        Scratch()
+    assert str(base) in caught.value.what
+    assert not list(base.iterdir()) and len(os.listdir("/proc/self/fd")) == before
+
+
+def test_one_that_cannot_be_made_again_is_gone(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for an agent whose machine has no room any more when the run begins again."""
+
+    def fail(*_: object) -> int:
+        raise NO_ROOM
+
+    mine = Scratch()
+    monkeypatch.setattr(scratch, "hold_lock", fail)
+    with pytest.raises(ConfigError):
+        mine.make_again()
+    mine.remove()
+    assert not list(base.iterdir())
 
 
 def test_the_next_command_removes_what_nobody_holds_any_more() -> None:
