@@ -15,7 +15,8 @@ _SCRIPT = """
 import hashlib, multiprocessing, os, signal, sys, threading, time
 from elaswave_spmd.runtime.processes.term_in_forks import TermInForks
 
-def work(pipe):
+def work(pipe, other_end):
+    other_end.close()  # so it ends with its parent, should that be killed
     while True:
         pipe.send("alive")
         time.sleep(0.05)
@@ -24,7 +25,7 @@ forks = TermInForks()
 signal.signal(signal.SIGTERM, lambda *_: forks.came())
 context = multiprocessing.get_context("fork")
 ours, theirs = context.Pipe()
-child = context.Process(target=work, args=(theirs,))
+child = context.Process(target=work, args=(theirs, ours))
 child.start()
 ours.recv()
 signal.signal(signal.SIGUSR1, lambda *_: None)
