@@ -9,6 +9,7 @@ from typing import Any, cast
 from elaswave_spmd.controller.actions import Action
 from elaswave_spmd.controller.events import Event, WorkerEnded
 from elaswave_spmd.controller.loop import Controller
+from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.recovery.actions import Broadcast
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 from elaswave_spmd.recovery.messages import AT_ONCE, OfGeneration, Prepare, decode
@@ -27,17 +28,21 @@ class World:
         self.logged: list[Action] = []
         self.heard: list[Event] = []
         self.controller = Controller.__new__(Controller)
-        io = SimpleNamespace(now=lambda: 1.0, journal=self.journaled.append, send=self._send, next_ends=self._next_ends)
+        io = SimpleNamespace(now=lambda: 1.0, journal=self._journal, send=self._send, next_ends=self._next_ends)
         log = SimpleNamespace(
             action=lambda action, now: self.logged.append(action), event=lambda event, now: self.heard.append(event)
         )
         failures = SimpleNamespace(is_ending=False, worker_ended=self._lost)
         plan = SimpleNamespace(settings=SimpleNamespace(runtime=SimpleNamespace(local_workers=None)))
         self.controller.__dict__ |= {"_io": io, "_log": log, "_failures": failures, "_adopter": None, "_generation": 1}
-        self.controller.__dict__ |= {"_plan": plan}
+        self.controller.__dict__ |= {"_plan": plan, "_roster": Roster(range(6)), "_unheard": frozenset()}
         self.controller.__dict__ |= {"_supervision": SimpleNamespace(moved=lambda: None), "_packer": Packer()}
         self.controller.__dict__ |= {"_released": SimpleNamespace(ended=lambda rank: None), "outcome": None}
         self.controller.protocol = cast(ControllerProtocol, self.protocol)
+
+    def _journal(self, prepare: Prepare, next_rank: int) -> None:
+        assert next_rank == 6
+        self.journaled.append(prepare)
 
     def _send(self, rank: int, header: bytes) -> None:
         message = decode(header)
