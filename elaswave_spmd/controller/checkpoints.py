@@ -19,7 +19,7 @@ from elaswave_spmd.errors import CheckpointError
 from elaswave_spmd.recovery.actions import Save
 from elaswave_spmd.recovery.messages import ShardWritten
 from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo
-from elaswave_spmd.run_dir.journal import Ballot
+from elaswave_spmd.run_dir.journal import BALLOT, Ballot
 from elaswave_spmd.run_dir.manifest import Manifest, layout_fingerprint, sets_of_shards
 from elaswave_spmd.sharding.replicas import PageRange
 from elaswave_spmd.worker.checkpoint_orders import CheckpointOrders
@@ -120,13 +120,15 @@ class CheckpointCoordinator:
 
     Args:
         spec: the facts about the run that each checkpoint contains.
-        compares: True if a checkpoint is complete only once all replicas of its state were found to be equal.
+        compares: True if a shard counts only once all replicas of its mesh epoch were found to be equal. No controller
+            adopts the workers of such a run (Settings.held_by_controller), so each comparison of its life is known.
     """
 
     def __init__(self, spec: CheckpointSpec, *, compares: bool = False) -> None:
+        assert not (compares and spec.came_back)
         self._spec = spec
         self._compares = compares
-        self._agreed = spec.step  # the newest version at which all replicas were found to be equal
+        self._agreed: dict[int, set[int]] = {}  # version -> the mesh epochs in which its replicas were all equal
         self._distrusted: dict[int, int] = {}  # step -> the mesh epoch in which its replicas differed
         self._pending: dict[int, _Pending] = {}
         self._newest = spec.newest
@@ -194,11 +196,11 @@ class CheckpointCoordinator:
 
     def wrote(self, message: ShardWritten, now: float) -> list[Action]:
         """A worker's shard is on the disk, or it could not be written (`message.error`)."""
-        if message.epoch <= self._distrusted.get(message.step, -1):
-            return self._came_for_nothing(message)  # the shard may be from a wrong replica
         if message.step <= self._newest:
             return []  # a surplus shard: the mesh changed, and another worker has written the same pages, too
-        if message.step in self._failed and message.step not in self._distrusted:
+        if message.epoch <= self._distrusted.get(message.step, -1):
+            return self._came_for_nothing(message)  # the shard may be from a wrong replica
+        if message.step in self._failed:
             return self._came_for_nothing(message)  # another shard is missing for good, which has been reported
         if message.error:
             last = self._last
@@ -226,7 +228,10 @@ class CheckpointCoordinator:
         return self._complete_if_whole(message.step, pending)
 
     def found(self, shards: Iterable[ShardInfo], now: float) -> list[Action]:
-        """Shards were found on the disk whose reports may have been lost with the previous controller."""
+        """Shards were found on the disk whose reports may have been lost with the previous controller.
+
+        Nothing of them was distrusted, as a run that compares replicas has no controller that comes back.
+        """
         steps: set[int] = set()
         for shard in shards:
             if shard.step > self._newest and shard.step not in self._failed:
@@ -234,17 +239,33 @@ class CheckpointCoordinator:
                 steps.add(shard.step)
         return [action for step in sorted(steps) for action in self._complete_if_whole(step, self._pending[step])]
 
-    def compared(self, version: int) -> list[Action]:
-        """All replicas were equal at a version. Returns the manifests of the checkpoints that waited only for this."""
-        self._agreed = max(self._agreed, version)
-        waiting = [(step, pending) for step, pending in self._pending.items() if step <= version]
-        return [action for step, pending in waiting for action in self._complete_if_whole(step, pending)]
+    def compared(self, version: int, epoch: int) -> list[Action]:
+        """All replicas of this mesh epoch were equal at a version. Returns the manifest that waited only for this."""
+        if not self._is_last(version) and not self._spec.orders.is_due(version):
+            return []  # it is not saved
+        self._agreed.setdefault(version, set()).add(epoch)
+        pending = self._pending.get(version)
+        return self._complete_if_whole(version, pending) if pending is not None else []
 
     def distrust(self, version: int, epoch: int) -> list[Action]:
-        """Replicas differed at a version: the shards of it that were written up to this mesh epoch may be wrong."""
+        """Replicas differed at a version: the shards of it that are written up to this mesh epoch may be wrong.
+
+        Most of them are still to come, as hashes are sent before anything is written.
+        """
+        pending = self._pending.get(version)
+        if version <= self._newest or (pending is not None and pending.is_queued):
+            return []  # it was complete
         self._distrusted[version] = epoch
-        is_pending = version in self._pending
-        return [*self._abandon(version, "replicas of its state differ"), *self._removals()] if is_pending else []
+        if self._is_last(version):
+            self._pending.pop(version, None)
+            return []
+        if version in self._failed or version <= self._spec.step or not self._spec.orders.is_due(version):
+            return []
+        return [*self._abandon(version, "replicas of its state differ", wrong_until=epoch), *self._removals()]
+
+    def ballot(self, epoch: int) -> list[int]:
+        """The ballot of a mesh epoch, as events have it that say up to where shards of a step do not count (BALLOT)."""
+        return [*Ballot(self._spec.incarnation, epoch)]
 
     def written(self, event: ManifestWritten, now: float) -> list[Action]:
         """A manifest is on the disk, so its checkpoint is complete; or it could not be written (`event.error`)."""
@@ -289,19 +310,36 @@ class CheckpointCoordinator:
         validated = self._spec.orders.validate_every
         self._failed = {s: why for s, why in self._failed.items() if s > step or (validated and s % validated == 0)}
         self._distrusted = {s: epoch for s, epoch in self._distrusted.items() if s > step}
+        self._agreed = {s: epochs for s, epochs in self._agreed.items() if s > step}
         self._useless = {s: names for s, names in self._useless.items() if s > step}  # the others are pruned
 
     def _complete_if_whole(self, step: int, pending: _Pending) -> list[Action]:
         """Complete a checkpoint if all of its pages are there, and, with `compares`, its replicas were equal."""
-        if pending.is_queued or pending.num_pages < self._spec.num_pages:
+        if pending.is_queued:
             return []
-        if self._compares and step > self._agreed:
-            return []
-        return self._complete(step, pending)
+        if (never := self._never_compared(step, pending)) and not self._is_last(step):
+            why = "the mesh changed before replicas of its state were compared"
+            return [*self._abandon(step, why, wrong_until=max(never)), *self._removals()]
+        return self._complete(step, pending) if pending.num_pages >= self._spec.num_pages else []
+
+    def _never_compared(self, step: int, pending: _Pending) -> set[int]:
+        """The mesh epochs of shards that will never count, as replicas were compared in a later mesh epoch only.
+
+        A worker whose replica was wrong may have been lost before that, or may not be a replica of the pages any more.
+        """
+        agreed = self._agreed.get(step, set())
+        newest = max(agreed, default=0)
+        return {shard.ballot.epoch for shard in pending.shards.values() if shard.ballot.epoch < newest} - agreed
+
+    def _is_last(self, step: int) -> bool:
+        """True for the version with which the run stops. All write it again in each mesh epoch that follows."""
+        return self._last is not None and step == self._last.version
 
     def _complete(self, step: int, pending: _Pending) -> list[Action]:
-        """Have the manifest written, if all shards, or those of one mesh epoch, contain all pages."""
-        for shards in sets_of_shards(pending.shards.values()):
+        """Have the manifest written, if all shards that count, or those of one mesh epoch, contain all pages."""
+        agreed = self._agreed.get(step, set())
+        counting = [it for it in pending.shards.values() if not self._compares or it.ballot.epoch in agreed]
+        for shards in sets_of_shards(counting) if counting else ():
             try:
                 manifest = self._manifest_of(step, shards)
             except CheckpointError:
@@ -324,22 +362,32 @@ class CheckpointCoordinator:
             self._validation,
         )
 
-    def _abandon(self, step: int, why: str) -> list[Action]:
-        """Give up the checkpoint of a step, unless its manifest is being written already: then it was complete."""
+    def _abandon(self, step: int, why: str, wrong_until: int | None = None) -> list[Action]:
+        """Give up the checkpoint of a step, unless its manifest is being written already: then it was complete.
+
+        Args:
+            wrong_until: the mesh epoch up to which its shards may be wrong; None if they are right.
+        """
         if step in self._pending and self._pending[step].is_queued:
             return []
         self._failed[step] = why
+        fields: dict[str, object] = {"step": step, "message": f"no checkpoint of step {step}: {why}"}
+        if wrong_until is not None:
+            self._distrusted[step] = wrong_until
+            # They stay until they may be removed. Should this controller end before that, whoever completes what is
+            # whole knows by this that they do not count.
+            fields[BALLOT] = self.ballot(wrong_until)
         pending = self._pending.pop(step, None)
         if pending is None and step <= self._newest:
             return []
         # A whole set of good shards may still be completed by a controller that resumes the run.
         if pending is not None and (pending.num_pages < self._spec.num_pages or step in self._distrusted):
             self._useless.setdefault(step, []).extend(pending.shards)
-        return [Record("checkpoint_lost", {"step": step, "message": f"no checkpoint of step {step}: {why}"})]
+        return [Record("checkpoint_lost", fields)]
 
     def _came_for_nothing(self, message: ShardWritten) -> list[Action]:
         """A shard was written of a checkpoint that is given up."""
-        if message.step in self._failed and not message.error:
+        if not message.error:
             self._useless.setdefault(message.step, []).append(message.name)
         return self._removals()
 

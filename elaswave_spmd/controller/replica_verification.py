@@ -19,6 +19,7 @@ from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Broadcast
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 from elaswave_spmd.recovery.replica_check import Compared, ReplicaHashes
+from elaswave_spmd.run_dir.journal import BALLOT
 from elaswave_spmd.sharding.layout import STATE
 from elaswave_spmd.sharding.replicas import PageRange, all_replica_sets
 
@@ -74,7 +75,7 @@ class ReplicaVerifier:
         if outcome.agree:
             protocol.agreed = max(protocol.agreed, outcome.version)
             agree = m.ReplicasAgree(self.epoch, outcome.version)
-            return [Broadcast(protocol.members, agree), *self._checkpoints.compared(protocol.agreed)]
+            return [Broadcast(protocol.members, agree), *self._checkpoints.compared(outcome.version, self.epoch)]
         return [*self._checkpoints.distrust(outcome.version, self.epoch), *self._differ(outcome)]
 
     # ---- replicas that differ
@@ -103,6 +104,7 @@ class ReplicaVerifier:
             "ranks": list(ranks),
             "layer": self._layers[pages[0]].name,
             "pages": list(pages[1:]),
+            BALLOT: self._checkpoints.ballot(self.epoch),
             "message": what,
         }
         error = f"{what}; each is what its worker wrote, and nothing shows which of them is wrong"
@@ -127,6 +129,7 @@ class ReplicaVerifier:
             "tensor": "state",
             "pages": [first, stop],
             "page_ranges": len(ranges),
+            BALLOT: self._checkpoints.ballot(self.epoch),
             "checked": self._protocol.agreed or None,
             "unsure_steps": unsure,
             "message": f"worker {wrong} ({host}, {self._device}) has wrong state after step {version}: "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -38,7 +38,7 @@ from elaswave_spmd.run_dir.checkpoints import (
 from elaswave_spmd.run_dir.directory import EVENTS, METRICS, SUMMARY
 from elaswave_spmd.run_dir.discard import discard_after, still_valid, unfinished_rollback
 from elaswave_spmd.run_dir.display import TOKENS
-from elaswave_spmd.run_dir.journal import ORPHAN_GRACE, next_incarnation, read_journal
+from elaswave_spmd.run_dir.journal import BALLOT, ORPHAN_GRACE, Ballot, next_incarnation, read_journal
 from elaswave_spmd.run_dir.lock import RunLock, lock_run_dir, wait_for_workers
 from elaswave_spmd.run_dir.manifest import Manifest, layout_fingerprint, sets_of_shards
 from elaswave_spmd.run_dir.run_identity import check_identity
@@ -557,6 +557,7 @@ def complete(run_dir: Path) -> Path | None:
             if not _may_be_completed(path):
                 continue
         shards, bad = find_shards(path)
+        shards = _without_wrong(run_dir, step_of(path), shards)
         if shards and _complete_one(run_dir, path, shards):
             return path
         unread = [error.what for _, error in bad if isinstance(error, UnreadableError)]
@@ -585,6 +586,21 @@ def _is_good(path: Path) -> bool:
     except CheckpointError:
         return False
     return True
+
+
+def _without_wrong(run_dir: Path, step: int, shards: Sequence[ShardInfo]) -> list[ShardInfo]:
+    """The shards of a step without those that may be of a wrong replica, or were never compared, by the run's events.
+
+    They are removed only when the run is past that step, and their writers may have written them after that was found.
+
+    Raises:
+        CheckpointError: the events are damaged.
+    """
+    if not shards or not (run_dir / EVENTS).exists():
+        return [*shards]
+    about = (event for event in _read(read_events, run_dir) if event.get("step") == step and BALLOT in event)
+    wrong_until = max((Ballot(*event[BALLOT]) for event in about), default=Ballot(0, 0))
+    return [shard for shard in shards if shard.ballot > wrong_until]
 
 
 def _complete_one(run_dir: Path, path: Path, shards: list[ShardInfo]) -> bool:

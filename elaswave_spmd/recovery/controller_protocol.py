@@ -363,7 +363,8 @@ class ControllerProtocol:
         self._missed: set[frozenset[int]] = set()  # pairs of members that had no link when one of them wanted it
         self._attempt = 0  # the attempt of the steps to come: the number of the mesh epoch that began it, or 0
         self.agreed = version
-        """The newest version at which all replicas were found to be equal; at first, the version at the begin."""
+        """The newest version at which all replicas were found to be equal; at first, the version at the begin: replicas
+        are read from a checkpoint. A controller that came back has no comparisons (Settings.held_by_controller)."""
         self._repair = 0  # the newest attempt that began because a replica was wrong, or may have been; 0: none did
         self._started = False
         self._starters = set(placement.mesh.members)  # workers that the first mesh waits for

@@ -32,6 +32,7 @@ from elaswave_spmd.run_dir.atomic_write import (
     sync_file,
 )
 from elaswave_spmd.run_dir.in_place import InPlace
+from elaswave_spmd.run_dir.journal import BALLOT, Ballot
 from elaswave_spmd.run_dir.json_lines import (
     JsonLines,
     float_of_hex,
@@ -295,6 +296,10 @@ def _is_event(event: Mapping[str, Any]) -> bool:
             return is_count(event.get("step")) and is_count(event.get("microbatches")) and _is_hex(event)
         case "rollback":
             return is_count(event.get("step"))
+        case "corrupt" | "mismatch" | "checkpoint_lost" if BALLOT in event:
+            ballot = event[BALLOT]
+            is_ballot = isinstance(ballot, list) and len(ballot) == len(Ballot._fields) and all(map(is_count, ballot))
+            return is_ballot and is_count(event.get("step"))
         case "model_check":
             rows = event.get("layers")
             return isinstance(rows, list) and all(

@@ -26,6 +26,9 @@ that they may live without one."""
 CHECKPOINT = "checkpoint"
 """A field of the same line: the step of the newest good checkpoint in the run's directory when the life began, or 0."""
 
+BALLOT = "ballot"
+"""A field of events about shards of their step that do not count: those up to this ballot, [incarnation, epoch]."""
+
 _TYPES: dict[str, tuple[type, ...]] = {
     ORPHAN_GRACE: (float, int),
     CHECKPOINT: (int,),

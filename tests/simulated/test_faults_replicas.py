@@ -81,7 +81,11 @@ def test_of_two_nobody_can_tell_and_without_checkpoints_the_run_ends(mesh: str, 
     with pytest.raises(AssertionError, match=f"{UNDECIDED}; the run ends, since there is no checkpoint of step 2"):
         cluster.run()
     (event,) = said(cluster, "mismatch")
-    assert 1 in event["ranks"] and event["step"] == 3 and cluster.result.losses == list(expected(RUN).losses[:3])
+    assert (
+        1 in event["ranks"]
+        and (event["step"], event["ballot"]) == (3, [1, 0])
+        and cluster.result.losses == list(expected(RUN).losses[:3])
+    )
 
 
 @pytest.mark.parametrize(("every", "back"), [(1, 2), (2, 2), (4, 0)])
@@ -170,6 +174,8 @@ def test_what_a_wrong_replica_has_saved_is_no_checkpoint(action: str) -> None:
     assert outcome(cluster.run()) == expected(RUN)
     assert [(e["ranks"], e["step"]) for e in said(cluster, "corrupt")] == [([0], 2)]
     assert [e["step"] for e in said(cluster, "checkpoint")] == [4]
+    (lost,) = said(cluster, "checkpoint_lost")
+    assert (lost["step"], lost["ballot"]) == (2, [1, 0]) == (2, said(cluster, "corrupt")[0]["ballot"])
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -87,6 +87,7 @@ def test_each_fork_server_of_an_agent_has_a_directory_that_it_holds(
     folders = [folder for _, folder in started]
     assert [folder.is_dir() for folder in folders] == [False, False, True] and Path(neighbour.path).is_dir()
     assert len({*folders}) == 3 and folders[-1] == Path(scratch.path)
+    assert scratch._held is not None
     os.close(scratch._held)  # as if the agent had been killed: its fork server holds the directory, too
     with (folders[-1] / "owner").open("r+") as owner, pytest.raises(BlockingIOError):
         fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)

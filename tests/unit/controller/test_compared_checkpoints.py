@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elaswave_spmd.controller.actions import Action, Record, WriteManifest
+from elaswave_spmd.controller.actions import Action, Record, RemoveShards, WriteManifest
 from elaswave_spmd.controller.checkpoints import CheckpointCoordinator, CheckpointSpec
 from elaswave_spmd.recovery.actions import Save
 from elaswave_spmd.recovery.messages import ShardWritten
@@ -41,28 +41,84 @@ def manifests(actions: list[Action]) -> list[int]:
 def test_it_waits_for_the_comparison_and_without_comparisons_for_nothing() -> None:
     assert manifests(write(coordinator(compares=False), 5)) == [5]
     found = coordinator()
-    assert write(found, 5) == [] and found.compared(4) == []
-    assert manifests(found.compared(5)) == [5]
-    assert found.compared(6) == [], "once"
-    found.compared(10)
-    assert manifests(write(found, 10)) == [10], "the comparison may be the first"
+    assert write(found, 5) == [] and found.compared(4, 0) == []
+    assert manifests(found.compared(5, 0)) == [5]
+    assert found.compared(5, 1) == found.compared(6, 1) == [], "once"
+    found.compared(10, 1)
+    assert manifests(write(found, 10, epoch=1)) == [10], "the comparison may be the first"
+
+
+def lost(actions: list[Action]) -> list[tuple[object, object]]:
+    """(step, ballot) of the checkpoints that are said to be lost."""
+    return [
+        (action.fields["step"], action.fields.get("ballot"))
+        for action in actions
+        if isinstance(action, Record) and action.kind == "checkpoint_lost"
+    ]
+
+
+def removed(actions: list[Action]) -> dict[int, tuple[str, ...]]:
+    return {action.step: action.names for action in actions if isinstance(action, RemoveShards)}
+
+
+def names(epoch: int = 0) -> tuple[str, ...]:
+    """The shards that `write` reports."""
+    return tuple(f"shard_{rank}_1-{epoch}.safetensors" for rank in (0, 1))
 
 
 def test_shards_of_replicas_that_differed_make_none_whenever_they_come() -> None:
     found = coordinator()
     write(found, 5)
-    (lost,) = found.distrust(5, 0)
-    assert isinstance(lost, Record) and lost.kind == "checkpoint_lost"
-    assert found.compared(5) == [], "of the others, in the mesh epoch after it"
+    assert lost(found.distrust(5, 0)) == [(5, [1, 0])]
+    assert found.compared(5, 1) == [], "of the others, in the mesh epoch after it"
     late = coordinator()
-    assert late.distrust(5, 0) == [] and late.compared(5) == [] and write(late, 5) == []
+    assert lost(late.distrust(5, 0)) == [(5, [1, 0])] and late.compared(5, 1) == write(late, 5) == []
+    for each in (found, late):
+        assert removed(each.committed(5)) == {}, "workers are at that version still"
+        assert removed(each.committed(6)) == {5: names()}
+
+
+def test_a_version_that_is_not_saved_has_no_checkpoint_to_lose() -> None:
+    found = coordinator()
+    assert found.distrust(4, 0) == found.committed(5) == [] and found.why_not(4) == ""
+
+
+def test_a_shard_counts_if_the_replicas_of_its_own_mesh_epoch_were_the_same() -> None:
+    """A worker is lost before its replicas were compared: what others have does not show whether they were right."""
+    for is_late in (False, True):
+        found = coordinator()
+        before = [] if is_late else write(found, 5)
+        later = found.compared(5, 1)  # of the replicas that are left
+        after = write(found, 5) if is_late else []
+        assert manifests([*before, *later, *after]) == [] and lost([*later, *after]) == [(5, [1, 0])]
+        assert found.why_not(5) and removed(found.committed(6)) == {5: names()}
+        found.compared(10, 1)
+        assert manifests(write(found, 10, epoch=1)) == [10]
+    found = coordinator()
+    found.compared(5, 0)
+    assert found.compared(5, 1) == [] and manifests(write(found, 5)) == [5], "it is lost after the comparison"
+
+
+def test_a_run_that_stops_with_that_state_writes_it_anew() -> None:
+    """A loss meanwhile makes another mesh epoch, in which all of it is written, and compared."""
+    for differs in (False, True):
+        found = coordinator()
+        found.stop_and_save(Save(5, 1, "too few workers"))
+        write(found, 5, epoch=1)
+        if differs:
+            assert lost(found.distrust(5, 1)) == [] and not found.why_not(5)
+        found.stop_and_save(Save(5, 2, "too few workers"))
+        assert found.compared(5, 2) == [] and not found.why_not(5)
+        (written,) = write(found, 5, epoch=2)
+        assert isinstance(written, WriteManifest)
+        assert tuple(shard.name for shard in written.manifest.shards) == names(2)
 
 
 def test_the_run_may_stop_with_that_state_once_it_is_right() -> None:
     found = coordinator()
     found.distrust(5, 0)
     found.stop_and_save(Save(5, 1, "too few workers"))
-    assert write(found, 5, epoch=1) == [] and manifests(found.compared(5)) == [5]
+    assert write(found, 5, epoch=1) == [] and manifests(found.compared(5, 1)) == [5]
 
 
 def test_shards_that_are_found_complete_a_checkpoint_with_those_that_are_reported() -> None:
@@ -78,7 +134,7 @@ def test_shards_that_are_found_complete_a_checkpoint_with_those_that_are_reporte
     assert manifests(found.wrote(report, 0.0)) == [5]
     assert found.found(shards, 0.0) == [], "it is being written"
     compared = coordinator()
-    assert compared.found(shards, 0.0) == [] and manifests(compared.compared(5)) == [5]
+    assert compared.found(shards, 0.0) == [] and manifests(compared.compared(5, 0)) == [5]
 
 
 def test_a_step_that_two_mesh_epochs_have_cut_differently_is_completed_by_one_of_them() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +195,25 @@ def test_whether_the_newest_is_good_is_not_looked_at_if_nothing_depends_on_it(
         directory, _ = save(tmp_path, step)
     unreadable += [file.name for file in directory.glob("shard_*")]
     assert complete(tmp_path) is None
+
+
+@pytest.mark.parametrize("kind", ["corrupt", "mismatch", "checkpoint_lost"])
+def test_shards_that_may_be_of_a_wrong_replica_are_left(tmp_path: Path, kind: str) -> None:
+    """The run has an event about them, by their ballot: those of a later mesh epoch or life are others."""
+    directory = saved_by_workers(tmp_path)
+    (ballot,) = {shard.ballot for shard in checkpoint_shard.find_shards(directory)[0]}
+    events = tmp_path / "events.jsonl"
+
+    def say(step: int, **about: Any) -> None:
+        events.write_text(json.dumps({"event": kind, "time": 0.0, "step": step, **about}) + "\n")
+
+    say(STEP, ballot=list(ballot))
+    assert complete(tmp_path) is None
+    say(STEP, ballot=[ballot.incarnation, ballot.epoch + 1])
+    assert complete(tmp_path) is None
+    for other in ({}, {"ballot": [ballot.incarnation, ballot.epoch - 1]}, {"ballot": [ballot.incarnation - 1, 99]}):
+        say(STEP, **other)
+        assert complete(tmp_path) == directory
+        (directory / MANIFEST).unlink()
+    say(STEP + 1, ballot=list(ballot))
+    assert complete(tmp_path) == directory

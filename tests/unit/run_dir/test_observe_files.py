@@ -333,6 +333,9 @@ def test_an_odd_metrics_line_is_named(tmp_path: Path, odd: dict[str, object]) ->
         {"event": "validation", "time": 1.0, "microbatches": 2, "loss_hex": "0x1p+0"},
         {"event": "validation", "time": 1.0, "step": 1, "microbatches": 2, "loss_hex": "0x1p99999"},
         {"event": "model_check", "time": 1.0, "layers": [{"layer": 1}]},
+        {"event": "corrupt", "time": 1.0, "step": 1, "ballot": [1]},
+        {"event": "mismatch", "time": 1.0, "step": 1, "ballot": [1, -1]},
+        {"event": "checkpoint_lost", "time": 1.0, "ballot": [1, 0]},
     ],
     ids=str,
 )
