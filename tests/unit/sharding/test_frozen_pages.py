@@ -16,6 +16,7 @@ from elaswave_spmd.sharding.replica_placement import place_replicas
 from elaswave_spmd.sharding.replicas import ReplicaMap
 from tests.unit.sharding.test_reshard import execute, held_in
 
+
 @st.composite
 def layouts(draw: st.DrawFn, *, may_freeze: bool = True) -> ModelLayout:
     """One to five layers of up to four parameters, any of them frozen; the last may read one of the first."""
