@@ -140,7 +140,7 @@ class Adopter:
         self.is_over = False
         """True once the adoption is complete, and the controller works like any other one."""
         self.unheard = frozenset[int]()
-        """Workers that live, are no members, and had not answered when the adoption was complete."""
+        """Workers that may live, are no members, and were not waited for when the adoption was complete."""
 
     @property
     def last_epoch(self) -> int:
@@ -297,7 +297,8 @@ class Adopter:
             return self._give_up(f"workers that had reports of the steps {protocol.version + 1} to {most} are lost")
         placement = self._with_domains(Configuration.from_message(self._plan.placement, reconfigure).placement)
         members = placement.mesh.members
-        self.unheard = frozenset(self._gathered.awaited)
+        # One whose agent's connection has ended may live, and write on. The agent may be back in time for that.
+        self.unheard = frozenset(self._gathered.awaited) | missing.difference(members)
         living = sorted({*adoption.pids, *answers} - self.unheard)
         actions: list[Action] = [
             CameBack(len(members), len(steps), self._gathered.seconds),

@@ -112,6 +112,14 @@ class _Pending:
         self.ranges |= new
         self.num_pages += sum(stop - first for _, first, stop in new)
 
+    def of_epochs_after(self, epoch: int) -> _Pending:
+        """The same checkpoint without the shards of mesh epochs up to this one."""
+        found = _Pending(self.since, copy_ms=self.copy_ms, write_ms=self.write_ms)
+        for shard in self.shards.values():
+            if shard.ballot.epoch > epoch:
+                found.add(shard)
+        return found
+
 
 class CheckpointCoordinator:
     """Collects the shards of a run's checkpoints. Reports of workers go in, actions come out.
@@ -317,10 +325,17 @@ class CheckpointCoordinator:
         """Complete a checkpoint if all of its pages are there, and, with `compares`, its replicas were equal."""
         if pending.is_queued:
             return []
-        if (never := self._never_compared(step, pending)) and not self._is_last(step):
-            why = "the mesh changed before replicas of its state were compared"
-            return [*self._abandon(step, why, wrong_until=max(never)), *self._removals()]
-        return self._complete(step, pending) if pending.num_pages >= self._spec.num_pages else []
+        told: list[Action] = []
+        if never := self._never_compared(step, pending):
+            why, until = "the mesh changed before replicas of its state were compared", max(never)
+            if not self._is_last(step):
+                return [*self._abandon(step, why, wrong_until=until), *self._removals()]
+            # Should it not be written anew in the present mesh epoch, whoever completes what is whole knows by this.
+            self._distrusted[step] = until
+            pending = self._pending[step] = pending.of_epochs_after(until)
+            message = f"what workers have saved of step {step} up to mesh epoch {until} does not count: {why}"
+            told = [Record("uncompared", {"step": step, BALLOT: self.ballot(until), "message": message})]
+        return [*told, *(self._complete(step, pending) if pending.num_pages >= self._spec.num_pages else [])]
 
     def _never_compared(self, step: int, pending: _Pending) -> set[int]:
         """The mesh epochs of shards that will never count, as replicas were compared in a later mesh epoch only.

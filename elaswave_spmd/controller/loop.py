@@ -111,6 +111,7 @@ from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Micro
 from elaswave_spmd.recovery.generations import FIRST, stamped
 from elaswave_spmd.recovery.packed_reconfigure import Packer
 from elaswave_spmd.recovery.vote_exchange import WIDEST
+from elaswave_spmd.runtime.processes.agents import RemoteExited
 from elaswave_spmd.runtime.transport.mailbox import Request
 from elaswave_spmd.worker.spec import message_bounds
 
@@ -378,9 +379,12 @@ class Controller:
                         actions += self._heard(beat, now, is_relayed=True)
                 return actions
             case WorkerEnded():
-                self._released.ended(event.rank)
+                is_unheard = event.rank in self._unheard
+                # If an agent's connection has ended, a worker that was let go may still write, and be overdue then.
+                if not (is_unheard and isinstance(event.exited, RemoteExited) and event.exited.reason):
+                    self._released.ended(event.rank)
                 # Its report of a shard went to the controller that it knew.
-                written: list[Action] = [FindShards()] if event.rank in self._unheard else []
+                written: list[Action] = [FindShards()] if is_unheard else []
                 return [*written, *self._failures.worker_ended(event)]
             case LinkEnded(peer):
                 # This alone is no loss. Usually the worker's process has ended too, which arrives as WorkerEnded. If
@@ -389,7 +393,7 @@ class Controller:
             case AgentCame():
                 return self._machines.agent_came(event)
             case AgentBack(peer, workers=workers):
-                if (members := workers - self._unheard) and members <= self._roster.pids.keys():
+                if workers and workers <= self._roster.pids.keys() | self._unheard:
                     return []  # its workers are adopted already: only its connection was lost since
                 # Its workers were declared lost when the adoption ended. It joins again as a new agent.
                 return [GiveUpAgent(peer, "it has come back too late")]

@@ -296,7 +296,7 @@ def _is_event(event: Mapping[str, Any]) -> bool:
             return is_count(event.get("step")) and is_count(event.get("microbatches")) and _is_hex(event)
         case "rollback":
             return is_count(event.get("step"))
-        case "corrupt" | "mismatch" | "checkpoint_lost" if BALLOT in event:
+        case "corrupt" | "mismatch" | "checkpoint_lost" | "uncompared" if BALLOT in event:
             ballot = event[BALLOT]
             is_ballot = isinstance(ballot, list) and len(ballot) == len(Ballot._fields) and all(map(is_count, ballot))
             return is_ballot and is_count(event.get("step"))

@@ -421,7 +421,7 @@ class LastingDisplay:
             if self._is_read:
                 self._display.step(line)
             else:
-                self._display.forget()  # workers still print: their captured output must not fill the disk
+                self._display.forget()  # workers still print: their captured output must not fill the memory
 
     def show_line(self, text: str) -> None:
         with self._while_read():

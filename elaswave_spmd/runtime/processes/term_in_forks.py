@@ -52,7 +52,8 @@ class TermInForks:
         To be called now and then by the main thread. What follows a SIGTERM whose handler has not been called stays.
         """
         if others := self._written_for().partition(_TERM)[0]:
-            self._unhandled.recv(len(others))
+            with contextlib.suppress(BlockingIOError):  # SIGTERM has come since, whose handler has emptied it
+                self._unhandled.recv(len(others))
 
     def _in_fork(self) -> None:
         signal.set_wakeup_fd(-1)

@@ -197,7 +197,7 @@ def test_whether_the_newest_is_good_is_not_looked_at_if_nothing_depends_on_it(
     assert complete(tmp_path) is None
 
 
-@pytest.mark.parametrize("kind", ["corrupt", "mismatch", "checkpoint_lost"])
+@pytest.mark.parametrize("kind", ["corrupt", "mismatch", "checkpoint_lost", "uncompared"])
 def test_shards_that_may_be_of_a_wrong_replica_are_left(tmp_path: Path, kind: str) -> None:
     """The run has an event about them, by their ballot: those of a later mesh epoch or life are others."""
     directory = saved_by_workers(tmp_path)

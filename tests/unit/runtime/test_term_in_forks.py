@@ -76,3 +76,29 @@ def test_terminate_ends_a_fork_of_a_process_that_only_notes_the_signal(which: st
 @pytest.mark.parametrize("which", ["group", "busy", "many others"])
 def test_a_fork_outlives_a_signal_to_the_whole_group(which: str) -> None:
     assert _result(which) == str(-signal.SIGTERM), "and later ends by its own"
+
+
+_OVERTAKEN = """
+import os, signal
+from elaswave_spmd.runtime.processes.term_in_forks import TermInForks
+
+class Overtaken(TermInForks):
+    def _written_for(self):
+        found = super()._written_for()
+        self.came()  # as the handler of a SIGTERM that comes just now
+        return found
+
+forks = Overtaken()
+signal.signal(signal.SIGUSR1, lambda *_: None)
+os.kill(os.getpid(), signal.SIGUSR1)
+forks.drop_others()
+"""
+
+
+def test_a_signal_may_come_while_room_is_made_for_it() -> None:
+    subprocess.run(
+        [sys.executable, "-c", _OVERTAKEN],
+        timeout=PATIENCE_S,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
