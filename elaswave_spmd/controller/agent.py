@@ -34,7 +34,7 @@ from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.beat_relay import BeatRelay
 from elaswave_spmd.runtime.processes.fd_limit import raise_fd_limit
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient, NoAnswerError, NotStartedError
-from elaswave_spmd.runtime.processes.stop_signals import Signalled, StopSignals, signal_name
+from elaswave_spmd.runtime.processes.stop_signals import Signalled, StopSignals, handle_again, signal_name
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Item, PeerClosed, SelectableMailbox
 
@@ -54,6 +54,7 @@ class Agent:
 
     Args:
         terms: SIGTERM, which interrupts what the agent prepares, and is told by `terminate` otherwise.
+        signals: the other stop signals that this process handles.
         drain_s: after SIGTERM, until it ends whatever has become of its workers.
     """
 
@@ -63,6 +64,7 @@ class Agent:
         mailbox: SelectableMailbox,
         machine: Machine,
         terms: StopSignals | None = None,
+        signals: StopSignals | None = None,
         drain_s: float = 30.0,
     ) -> None:
         self._links = links
@@ -72,6 +74,7 @@ class Agent:
         self._relay: BeatRelay | None = None
         self._refused: dict[str, int] = {}
         self._terms = terms or StopSignals(())
+        self._signals = signals or StopSignals(())
         self._drain_s = drain_s
         self._signalled: set[int] = set()  # workers that the controller had a signal sent to
         # Who has ended otherwise than in order (exit code 0) since it was to leave: perhaps its state had not moved.
@@ -376,6 +379,7 @@ class Agent:
         if hasattr(resource, "prlimit"):  # Linux; the fork server runs already, and its children inherit its limits
             resource.prlimit(self._fork_server.pid, resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE))
         ours = prepare_data(data_spec(settings))
+        handle_again(self._signals, self._terms)  # of a dataset of the user's its module was imported
         check_same_data(ours, theirs)
         # What a model is told of a dataset is what the controller's model was told.
         self._workers.own["data"] = dataclasses.replace(ours, attributes=theirs.attributes).to_dict()

@@ -116,7 +116,7 @@ class _Service:
         try:
             # Ctrl-C in a terminal reaches the command beside it too, whose run then saves its state.
             with (
-                _Joined(self._search.offer, found, self._machine, self._terms) as agent,
+                _Joined(self._search.offer, found, self._machine, self._terms, self._signals) as agent,
                 self._signals.as_events(_tell, count=1),
                 self._terms.as_events(agent.terminate, count=1),
             ):
@@ -160,13 +160,13 @@ class _Joined:
         _UnreachableError: on entry: the controller cannot be reached.
     """
 
-    def __init__(self, offer: Offer, found: Found, machine: Machine, terms: StopSignals) -> None:
+    def __init__(self, offer: Offer, found: Found, machine: Machine, terms: StopSignals, signals: StopSignals) -> None:
         address = offer.address or found.local_host
         self._found = found
         self._mailbox = SelectableMailbox()
         self._links = AgentLinks(found.peer, self._mailbox, credentials=found.credentials, host=address)
         machine.workers.own["host"] = address
-        self._agent = Agent(self._links, self._mailbox, machine, terms, offer.drain_s)
+        self._agent = Agent(self._links, self._mailbox, machine, terms, signals, offer.drain_s)
 
     def __enter__(self) -> Agent:
         try:

@@ -56,7 +56,7 @@ from elaswave_spmd.run_dir.trace import merge_trace
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.processes.launcher import Launcher
 from elaswave_spmd.runtime.processes.scratch import Scratch
-from elaswave_spmd.runtime.processes.stop_signals import StopSignals, signal_name
+from elaswave_spmd.runtime.processes.stop_signals import StopSignals, handle_again
 from elaswave_spmd.weights.resolve import resolved
 
 if TYPE_CHECKING:
@@ -367,20 +367,9 @@ class _Lives:
                 launcher.agents.go_on(most_workers(settings), settings.to_dict(), data.to_dict())
         elif (topology := gather(launcher, settings, data)) is not None:
             plan = plan_run(settings, data, topology, costs)
-        self._take_signals_again()
+        handle_again(self._signals)
         begun = self._begin(plan, launcher, scratch, again, orphaned, until_made or contextlib.ExitStack())
         return self._train(plan, launcher, begun)
-
-    def _take_signals_again(self) -> None:
-        """Handle those signals again that code of the user has taken, which was imported since they were taken.
-
-        With `signal.signal(SIGINT, SIG_DFL)` in a module, Ctrl-C would end this process at once, with nothing saved.
-        """
-        for number, handler in self._signals.take_again().items():
-            say_error(
-                f"{signal_name(number)}: a module that the run has imported has set a handler ({handler}), which is "
-                "not called: the run saves its state by this signal, and stops"
-            )
 
     def close(self) -> None:
         """Stop capturing what workers print. Idempotent."""

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 from elaswave_spmd.forks import call_in_forks
+from elaswave_spmd.output import say_error
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -207,3 +208,16 @@ class StopSignals:
         if not self._raised:
             self._raised = True
             raise Signalled(self._numbers[0])
+
+
+def handle_again(*signals: StopSignals) -> None:
+    """Handle those stop signals again that code of the user has taken, which was imported since, and say so on stderr.
+
+    With `signal.signal(SIGINT, SIG_DFL)` in a module, Ctrl-C would end this process at once, with nothing saved.
+    """
+    for some in signals:
+        for number, handler in some.take_again().items():
+            say_error(
+                f"{signal_name(number)}: a module that the run has imported has set a handler ({handler}), which is "
+                "not called: by this signal the run saves its state, and stops, or the agent lets its workers leave"
+            )

@@ -24,6 +24,7 @@ memory, say, the process ends: the mailbox raises the exception in the consuming
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import stat
@@ -149,8 +150,16 @@ def socket_directory() -> str:
         raise no_socket_directory(base, error) from error
 
 
-def no_socket_directory(base: str | Path, error: OSError) -> ConfigError:
-    """The error of a command that can make no directory for its sockets in `base`, or cannot lock what it has made."""
+def no_socket_directory(base: str | Path, error: OSError) -> ConfigError | RunError:
+    """The error of a command that can make no directory for its sockets in `base`, or cannot lock what it has made.
+
+    Where the machine has no process, descriptor or memory left the directory has no part in it, nor have the settings.
+    """
+    if error.errno in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE):
+        return RunError(
+            f"this command cannot begin ({error.strerror or error}): it needs one more process, and descriptors for "
+            "the locks of its directory of sockets; end other processes, or raise ulimit -u and ulimit -n"
+        )
     return ConfigError(
         f"no directory for the sockets of this command can be made in {base} ({error.strerror or error})",
         rule="its processes meet in a new directory, on a file system that has room and locks",

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.processes import command_lines
-from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.errors import ConfigError, RunError
 from elaswave_spmd.recovery.admission import _ADDRESS
 from elaswave_spmd.runtime.processes import scratch
 from elaswave_spmd.runtime.processes.scratch import _OWNER, Scratch, _remove_dead, remove_with
@@ -219,7 +219,7 @@ def test_that_none_can_be_made_is_bad_input(base: Path, monkeypatch: pytest.Monk
     assert str(base) in caught.value.what and "XDG_RUNTIME_DIR" in caught.value.fix
 
 
-@pytest.mark.parametrize("what", ["hold_lock", "_keep_from_cleaners", "_start_remover"])
+@pytest.mark.parametrize("what", ["hold_lock", "_keep_from_cleaners"])
 def test_one_that_cannot_be_held_is_bad_input_and_leaves_nothing(
     base: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -232,6 +232,16 @@ def test_one_that_cannot_be_held_is_bad_input_and_leaves_nothing(
         Scratch()
     assert str(base) in caught.value.what
     assert not list(base.iterdir()) and len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_machine_without_another_process_is_no_bad_input(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(scratch, "_start_remover", fail)
+    with pytest.raises(RunError, match=r"cannot begin .Resource temporarily unavailable.*ulimit -u"):
+        Scratch()
+    assert not list(base.iterdir())
 
 
 def test_one_that_cannot_be_made_again_is_gone(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
