@@ -34,6 +34,9 @@ def act(spec: dict[str, Any]) -> object:
         part = Path(spec["report"] + ".part")
         part.write_text(json.dumps(seen))
         part.rename(spec["report"])
+    if "prints" in spec:
+        os.write(1, spec["prints"].encode())
+        Path(spec["printed"]).touch()
     if "raise" in spec:
         raise ValueError(spec["raise"])
     if "stubborn" in spec:

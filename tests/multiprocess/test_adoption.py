@@ -80,6 +80,30 @@ def test_a_run_that_has_its_result_leaves_no_worker(
     assert gone(pid) and not scratch.exists()
 
 
+def test_what_nobody_reads_any_more_takes_no_memory(scratch: Path, tmp_path: Path) -> None:
+    """Workers print into a file in memory whose reader is the controller that has made it."""
+    with open(os.memfd_create("output"), "a+b", buffering=0) as captured:
+        spec = ForkServerSpec(
+            preload=("numpy",),
+            orphan_grace_s=100.0,
+            scratch=[str(scratch)],
+            adopt_s=100.0,
+            streams={1: captured.fileno()},
+        )
+        first = ForkServerClient.start("runtime_targets:act", spec)
+        first.spawn(0, {"prints": "read\n", "printed": str(tmp_path / "printed"), "sleep": 1000})
+        eventually((tmp_path / "printed").exists)
+        assert os.pread(captured.fileno(), 100, 0) == b"read\n"
+        clients = [first]
+        adopted(clients, scratch)
+        eventually(lambda: os.fstat(captured.fileno()).st_size == 0)
+        clients[-1].spawn(1, {"prints": "lost\n", "printed": str(tmp_path / "printed too"), "sleep": 1000})
+        eventually((tmp_path / "printed too").exists)
+        eventually(lambda: os.fstat(captured.fileno()).st_size == 0)
+        clients[-1].stop(0.0)
+        first._process.wait()  # pyright: ignore[reportPrivateUsage]
+
+
 def test_where_nobody_can_adopt_workers_have_all_of_their_time(tmp_path: Path) -> None:
     """Its socket cannot be made, so nothing is waited for before the workers save their state."""
     scratch = tmp_path / ("long" * 30)

@@ -42,6 +42,7 @@ from elaswave_spmd.runtime.processes.scratch import hold_lock, hold_scratch
 from elaswave_spmd.runtime.processes.strays import adopt_strays, kill_strays, reap_strays
 from elaswave_spmd.runtime.transport.links import socket_names
 
+_UNREAD_S = 5.0  # how often to empty the file that workers print to, if nobody reads it any more
 _REAP_PERIOD_S = 0.01  # how often to look for ended children while all workers are being ended
 _STRAYS_S = 5.0  # how long to wait for killed strays: one may be in a call that the kernel does not interrupt
 
@@ -74,6 +75,7 @@ class ForkServer:
         self._gone: set[int] = set()  # process ids of workers that have ended, and may have left strays
         self._ended: list[int] = []  # ranks that ended while there was no controller, or while it was still adopting
         self._is_settled = True  # the controller has handled all ends that happened before it had adopted the workers
+        self._is_unread = False  # the controller that has read what workers print is gone
         self._waited_s = 0.0  # how long there has been no controller, since the last one was lost
         self._listener: socket.socket | None = None  # where the next controller connects
         self._buffer = b""
@@ -175,6 +177,7 @@ class ForkServer:
             except _ControllerLostError:
                 if not self._next_controller():
                     raise
+                self._is_unread = True
 
     def _next_controller(self) -> bool:
         """Wait for another controller, as long as there is a worker. Returns False if none came."""
@@ -204,12 +207,21 @@ class ForkServer:
         self._waited_s = time.monotonic() - lost_at
         return False
 
+    def _drop_unread(self) -> None:
+        """Empty the file that workers print to, whose reader was the first controller: it is in memory, and grows."""
+        for stream in self._setup["captured"]:
+            with contextlib.suppress(OSError):
+                os.ftruncate(stream, 0)
+
     def _loop(self) -> None:
         while True:
+            if self._is_unread:
+                self._drop_unread()
             # An order that was received together with the one before is in the buffer: the socket does not become
             # readable for it.
             is_read = b"\n" in self._buffer
-            ready = ready_among([self._orders, self._wake_read], 0.0 if is_read else None)
+            limit_s = _UNREAD_S if self._is_unread and self._setup["captured"] else None
+            ready = ready_among([self._orders, self._wake_read], 0.0 if is_read else limit_s)
             if self._wake_read in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)

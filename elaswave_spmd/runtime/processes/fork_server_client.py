@@ -183,6 +183,7 @@ class ForkServerClient:
             "orphan_grace_s": spec.orphan_grace_s,
             "scratch": client._scratch,
             "adopt_s": spec.adopt_s,
+            "captured": [*spec.streams],
         }
         client._send(setup, _ORDER_TIMEOUT_S, time.monotonic() + _ORDER_TIMEOUT_S)
         return client
