@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from elaswave_spmd.conf import checks
 from elaswave_spmd.conf.format_version import FORMAT_FIELD, version_mismatch
 from elaswave_spmd.conf.given_files import yaml_of
-from elaswave_spmd.conf.schema import GROUPS
+from elaswave_spmd.conf.schema import GROUPS, READ_BY
 from elaswave_spmd.errors import ConfigError
 
 CONFIG = "config.yaml"
@@ -39,7 +39,7 @@ _WEIGHTS_OF_A_RUN = re.compile(r"weights\.safetensors|checkpoints/step_[0-9]+")
 """The files and checkpoints, by their paths in the directory of a run, that `model.init_from=RUN` may stand for."""
 
 
-def merge(saved: Mapping[str, Any], composed: Mapping[str, Any], named: Iterable[str]) -> dict[str, Any]:
+def merge(saved: Mapping[str, Any], composed: Mapping[str, Any], named: Collection[str]) -> dict[str, Any]:
     """The settings of a run that is resumed: the saved ones, replaced by those that the command line names.
 
     Args:
@@ -54,7 +54,21 @@ def merge(saved: Mapping[str, Any], composed: Mapping[str, Any], named: Iterable
     for name in sorted(dict.fromkeys(named), key=lambda n: n.count(".")):
         path = name.split(".")
         _put(found, composed, path[:1] if path[0] in _WHOLE else path)
+    if "optim.schedule" in named:
+        _drop_unread(found, named)
     return found
+
+
+def _drop_unread(settings: dict[str, Any], named: Collection[str]) -> None:
+    """Leave out what only the earlier schedule of the learning rate reads, and the command line does not name.
+
+    Whoever gives these beside a schedule that does not read them is refused; here the earlier command has given them.
+    """
+    optim = settings["optim"]
+    for name in ("decay_steps", "schedule_steps"):
+        _, readers = READ_BY[name]
+        if f"optim.{name}" not in named and optim.get("schedule") not in readers:
+            optim[name] = None
 
 
 def without_those_of_one_command(settings: Mapping[str, Any]) -> dict[str, Any]:

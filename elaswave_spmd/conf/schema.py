@@ -230,7 +230,7 @@ def _patterns(text: str) -> tuple[str, ...]:
     return tuple(text.replace(",", " ").split())
 
 
-_READ_BY: Mapping[str, tuple[str, tuple[str, ...]]] = {
+READ_BY: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "betas": ("name", ("adamw",)),
     "eps": ("name", ("adamw",)),
     "momentum": ("name", ("sgd",)),
@@ -304,7 +304,7 @@ class OptimSettings(Section, group="optim"):
         Raises:
             ConfigError: a setting is read by another optimizer or schedule only.
         """
-        for name, (by, readers) in _READ_BY.items():
+        for name, (by, readers) in READ_BY.items():
             if name not in given or (value := getattr(self, name)) is None:
                 continue
             if (chosen := getattr(self, by)) not in readers:
@@ -325,11 +325,20 @@ class OptimSettings(Section, group="optim"):
         all_steps = steps if self.schedule_steps is None else self.schedule_steps
         if self.decay_steps is not None and self.warmup_steps + self.decay_steps > all_steps:
             given = checks.override("optim.decay_steps", self.decay_steps)
+            both = self.warmup_steps + self.decay_steps
+            ways = [
+                f"optim.{name} of at most {most}"
+                for name, most, least in (
+                    ("decay_steps", all_steps - self.warmup_steps, 1),
+                    ("warmup_steps", all_steps - self.decay_steps, 0),
+                )
+                if most >= least
+            ]
             raise ConfigError(
                 f"{given} and optim.warmup_steps={self.warmup_steps} are more than the schedule's {all_steps} steps",
                 rule="wsd warms up, stays and decays within its steps",
                 where=given,
-                fix=f"optim.decay_steps of at most {max(1, all_steps - self.warmup_steps)}, or more steps",
+                fix=", or ".join([*ways, f"a schedule of {both} steps"]),
             )
 
 

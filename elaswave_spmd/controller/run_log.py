@@ -435,6 +435,8 @@ class RunLog:
             )
         if told := plan.short_of_peak():
             observer.on_event("short_of_peak", message=told)
+        if told := plan.without_early_stop():
+            observer.on_event("no_early_stop", message=told)
         if told := plan.without_checkpoints():
             observer.on_event("no_checkpoint", message=told)
 

@@ -30,7 +30,7 @@ def keyed_dropout(x_B___: Tensor, p: float, keys: Keys, site: int) -> Tensor:
 
     Args:
         x_B___: floating-point tensor [B, ...]; dim 0 is the sample. Contiguous tensors are fastest.
-        p: probability in [0, 1); 0 returns `x_B___` itself.
+        p: probability in [0, 1); 0, or at most 2**-54, returns `x_B___` itself.
         keys: the keys of this layer call; `keys.sample_ids` has B elements.
         site: the number of the call site within the layer.
 
@@ -41,7 +41,7 @@ def keyed_dropout(x_B___: Tensor, p: float, keys: Keys, site: int) -> Tensor:
         ModelError: p outside [0, 1), or the site is used more than `MOST_USES` times within the layer call.
     """
     check_probability(p)
-    if p == 0:
+    if threshold(p) == 2**32:  # p is 0, or so small that no random word is above the threshold
         return x_B___
     use = keys.count(site)
     if use >= MOST_USES:

@@ -99,10 +99,20 @@ class RunPlan:
             f"{rate.at(steps):.3g}"
         )
 
+    def without_early_stop(self) -> str:
+        """A line about a run that no validation can end early, though it is to end so; else ""."""
+        train, steps = self.settings.train, self.job.steps
+        if not train.stop_patience or train.stop_patience * train.validate_every < steps:
+            return ""
+        return (
+            f"train.stop_patience={train.stop_patience} ends nothing: so many validations, one in "
+            f"train.validate_every={train.validate_every} steps, are not over before the last of train.steps={steps}"
+        )
+
     def without_checkpoints(self) -> str:
         """A line about a run that ends before the first of the checkpoints that are asked for; else ""."""
         every, steps = self.settings.checkpoint.every, self.job.steps
-        if not 0 < steps <= every or self.job.saves_validated:
+        if not 0 < steps <= every or (self.job.saves_validated and self.job.validate_every < steps):
             return ""
         return (
             f"no checkpoint is made: checkpoint.every={every}, and the run has train.steps={steps}, whose last one has "

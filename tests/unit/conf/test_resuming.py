@@ -56,6 +56,20 @@ def test_a_run_that_has_settings_which_its_optimizer_does_not_read_goes_on(tmp_p
             settings_from([word, named])
 
 
+def test_what_only_the_earlier_schedule_reads_is_left_behind(tmp_path: Path) -> None:
+    """Nobody has given it to the command that names another one."""
+    earlier = {"schedule": "wsd", "decay_steps": 8, "schedule_steps": 50, "warmup_steps": 2}
+    saved = Settings.from_dict({**SAVED, "optim": earlier})
+    (tmp_path / "config.yaml").write_text(f"format: {FORMAT_VERSION}\n" + saved.to_yaml())
+    word = f"train.resume={tmp_path}"
+    found = settings_from([word, "optim.schedule=constant"]).optim
+    assert (found.schedule, found.decay_steps, found.schedule_steps) == ("constant", None, None)
+    assert settings_from([word, "optim.schedule=cosine"]).optim.schedule_steps == 50
+    assert settings_from([word]).optim == saved.optim
+    with pytest.raises(ConfigError, match=r"optim\.decay_steps=8 is given with optim\.schedule=constant"):
+        settings_from([word, "optim.schedule=constant", "optim.decay_steps=8"])
+
+
 def test_the_directory_and_the_faults_are_not_taken_over(resume) -> None:
     assert resume().run.dir is None and resume().chaos.events == ()
     named = resume("run.dir=elsewhere", "chaos.events=[{step: 9, kind: kill, rank: 1}]")

@@ -49,7 +49,8 @@ def test_a_run_that_is_shorter_than_its_warm_up_says_so(steps: int, is_told: boo
         ("checkpoint.every=40", True),
         ("checkpoint.every=29", False),
         ("checkpoint.every=0", False),
-        ("checkpoint.every=40 checkpoint.keep_best=1", False),
+        ("checkpoint.every=40 checkpoint.keep_best=1 train.validate_every=30", True),
+        ("checkpoint.every=40 checkpoint.keep_best=1 train.validate_every=29", False),
     ],
 )
 def test_a_run_that_ends_before_its_first_checkpoint_says_so(words: str, is_told: bool) -> None:

@@ -97,7 +97,9 @@ def test_the_share_kept_and_the_mean() -> None:
 
 def test_no_dropout_is_the_identity() -> None:
     x, keys = torch.randn(2, 3), Keys.make(1, 1, [0, 1], 0)
-    assert keyed_dropout(x, 0.0, keys, 0) is x
+    for p in (0.0, 0.1 * 3 - 0.3, 1e-17):  # the second is what rounding leaves of 0
+        assert keyed_dropout(x, p, keys, 0) is x
+    assert keyed_dropout(x, 2.0**-53, keys, 0) is not x, "a mask is drawn, which drops nothing here"
     module = KeyedDropout(0.5).eval()
     assert module(x, keys) is x and module(x, None) is x
 

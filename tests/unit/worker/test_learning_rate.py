@@ -84,3 +84,15 @@ def test_settings_that_contradict_the_schedule_are_refused(fields: dict[str, Any
     with pytest.raises(ConfigError, match=told) as caught:
         Settings.from_dict({"optim": fields})
     assert caught.value.rule and caught.value.fix
+
+
+@pytest.mark.parametrize(("warmup", "decay", "steps"), [(20, 2, 10), (20, 15, 30), (5, 30, 30), (3, 40, 10)])
+def test_a_schedule_that_does_not_fit_is_refused_with_what_fits(warmup: int, decay: int, steps: int) -> None:
+    fields = {"schedule": "wsd", "warmup_steps": warmup, "decay_steps": decay}
+    with pytest.raises(ConfigError) as caught:
+        Settings.from_dict({"optim": fields, "train": {"steps": steps}})
+    for way in str(caught.value.fix).split(", or "):
+        name, _, most = way.removeprefix("optim.").partition(" of at most ")
+        longer = {} if most else {"steps": int(way.removeprefix("a schedule of ").removesuffix(" steps"))}
+        changed = {**fields, name: int(most)} if most else fields
+        Settings.from_dict({"optim": changed, "train": {"steps": steps, **longer}})

@@ -89,6 +89,14 @@ def test_a_run_that_ends_within_its_warm_up_is_told_so() -> None:
     assert planned("train.steps=1", "optim.warmup_steps=0").short_of_peak() == ""
 
 
+@pytest.mark.parametrize(("steps", "is_told"), [(50, True), (200, True), (201, False)])
+def test_a_run_that_no_validation_can_end_early_is_told_so(steps: int, is_told: bool) -> None:
+    words = f"train.steps={steps}", "train.validate_every=100"
+    told = planned(*words, "train.stop_patience=2").without_early_stop()
+    assert bool(told) is is_told and planned(*words).without_early_stop() == ""
+    assert not told or told.startswith("train.stop_patience=2 ends nothing: ")
+
+
 def test_a_model_has_a_row_for_each_token_of_its_data() -> None:
     with pytest.raises(ModelError) as caught:
         planned("+model.args.vocab_size=10")
