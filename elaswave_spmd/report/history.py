@@ -3,6 +3,7 @@ time lost by cause. All of it is pure."""
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 from elaswave_spmd.report.recorded import RecordedRun
 from elaswave_spmd.run_dir.faults import UNDISTURBED_STEPS
+from elaswave_spmd.run_dir.json_lines import float_of_hex
 from elaswave_spmd.run_dir.metrics import MetricsLine
 from elaswave_spmd.run_dir.observer import event_text
 
@@ -313,11 +315,25 @@ def _with_usual(lines: Iterable[MetricsLine], unusual: set[int]) -> Iterable[tup
             usual.append(line.seconds)
 
 
-def _validations(events: Iterable[Mapping[str, Any]]) -> Iterable[tuple[int, float]]:
+def _validations(events: Iterable[Mapping[str, Any]]) -> list[tuple[int, float]]:
+    """(step, loss) of the validations, in order, without those that a later rollback has given up."""
+    found: list[tuple[int, float]] = []
     for event in events:
-        step, loss = _number(event, "step"), _number(event, "loss")
-        if event.get("event") == "validation" and step is not None and loss is not None:
-            yield int(step), loss
+        kind, step = event.get("event"), _number(event, "step")
+        if step is None:
+            continue
+        if kind == "rollback":
+            found = [known for known in found if known[0] <= step]
+        elif kind == "validation" and (loss := _validation_loss(event)) is not None:
+            found.append((int(step), loss))
+    return found
+
+
+def _validation_loss(event: Mapping[str, Any]) -> float | None:
+    """The loss of a validation. The hex form has nan and inf as well, for which JSON has no numbers."""
+    with contextlib.suppress(ValueError):
+        return float_of_hex(event.get("loss_hex"))
+    return _number(event, "loss")
 
 
 def _state(events: Iterable[Mapping[str, Any]]) -> str:

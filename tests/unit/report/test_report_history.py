@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,28 @@ def test_of_a_rollback_the_steps_count_that_it_has_removed_and_not_those_that_we
     assert given_up(recorded(back, metrics=(line(1),))) == (7.0, 7.0)
     del back["seconds"]  # of an earlier version
     assert given_up(recorded(back, metrics=(line(1), line(2, 20.0)))) == (0.0, 0.0)
+
+
+def validation(step: int, loss: float = 2.0) -> dict[str, Any]:
+    """The event as events.jsonl has it: a loss that is no number of JSON is text there."""
+    written = loss if math.isfinite(loss) else str(loss)
+    return event("validation", 100.0 + step, step=step, loss=written, loss_hex=loss.hex(), microbatches=2)
+
+
+def test_validations_that_a_rollback_has_given_up_are_not_shown() -> None:
+    back = event("rollback", 109.0, step=4, given_up=8, seconds=4.0)
+    assert history_of(recorded(validation(8), back)).validations == ()
+    found = history_of(recorded(validation(4), validation(8), back, validation(8, 1.5))).validations
+    assert found == ((4, 2.0), (8, 1.5))
+
+
+def test_a_validation_loss_that_is_not_a_number_is_shown_and_not_an_older_one() -> None:
+    run = recorded(validation(4), validation(8, math.nan), metrics=tuple(map(line, range(1, 9))))
+    history = history_of(run)
+    assert "<dt>validation loss</dt><dd>nan</dd>" in fragments_of(run, history)["facts"]
+    assert as_json(columns_of(run, history))["validation"] == {"step": [4, 8], "loss": [2.0, None]}
+    without_hex = event("validation", 104.0, step=4, loss=2.5)  # as other programs may write it
+    assert history_of(recorded(without_hex)).validations == ((4, 2.5),)
 
 
 @pytest.mark.parametrize("end, state", [("finish", "finished"), ("stop", "stopped"), ("validation", "not ended")])
