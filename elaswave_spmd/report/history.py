@@ -190,6 +190,8 @@ def _add_penalty(found: list[Incident], recovered: Mapping[str, Any]) -> None:
     """Give the incidents of the mesh epoch that a `recovered` event tells of their penalty."""
     epoch = _number(recovered, "mesh_epoch")
     for number in range(len(found) - 1, max(-1, len(found) - 9), -1):
+        if found[number].kind == "start":  # epochs of earlier lives of the run have the same numbers
+            return
         if found[number].mesh_epoch == epoch and epoch is not None:
             found[number] = replace(found[number], penalty_ms=_number(recovered, "penalty_ms"))
 

@@ -65,6 +65,24 @@ def test_time_lost_is_that_of_a_step_beyond_the_usual_one() -> None:
     assert (fail.cause, fail.times, fail.seconds, fail.again) == ("fail", 1, 2.5, 1.0)
 
 
+def test_mesh_epochs_of_two_lives_of_a_run_are_told_apart() -> None:
+    """Each life numbers its epochs from 0."""
+    metrics = tuple(line(step, 3.5 if step == 5 else 1.0) for step in range(1, 11))
+    again = (event("stop", 108.0), event("start", 110.0, first_step=7, **FOUR), event("resume", 110.0, step=6))
+    first = (lost(), event("recovered", 107.0, mesh_epoch=1, penalty_ms=1500.0))
+    second = (lost(after_step=8), event("recovered", 113.0, mesh_epoch=1, penalty_ms=200.0))
+    run = recorded(*first, *again, *second, metrics=metrics)
+    history = history_of(run)
+    assert [i.penalty_ms for i in history.incidents if i.kind == "fail"] == [1500.0, 200.0]
+    assert columns_of(run, history)["moved"]["step"] == [5, 9]
+
+
+def test_an_epoch_with_two_kinds_of_incidents_has_moved_its_bytes_once() -> None:
+    joined = {**lost(), "event": "join", "ranks": [4]}
+    run = recorded(lost(), joined, lost(epoch=2, after_step=6))
+    assert columns_of(run, history_of(run))["moved"]["step"] == [5, 7]
+
+
 def test_a_worker_that_computed_wrongly_is_a_cause_of_its_own() -> None:
     metrics = tuple(line(step, 3.5 if step == 5 else 1.0) for step in range(1, 11))
     corrupt = event("corrupt", 104.0, ranks=[1], step=5, message="worker 1 computed wrongly")
