@@ -298,6 +298,8 @@ def _commit(event: Mapping[str, Any]) -> tuple[float, float] | None:
         return at, (_number(event, "first_step") or 1) - 1
     if (after := _number(event, "after_step")) is not None:
         return at, after
+    if kind == "restart" and (lost_after := _number(event, "lost_after")) is not None:
+        return at, lost_after  # `step` is that of the checkpoint that the run goes back to, which is older
     step = _number(event, "step")
     if step is None or kind not in ("validation", "checkpoint", "recovered", "restart", "rollback"):
         return None

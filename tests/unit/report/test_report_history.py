@@ -127,6 +127,13 @@ def test_the_steps_that_a_killed_controller_committed_are_no_pause() -> None:
     assert paused(written, again, resume, metrics=metrics) == [(1, 20.0)], "it was written while steps went on"
 
 
+def test_a_restart_by_the_same_command_is_a_pause_from_the_loss_on() -> None:
+    metrics = tuple(map(line, range(1, 9)))
+    restart = event("restart", 109.0, step=4, lost_after=7)
+    again = (event("start", 115.0, first_step=5, **FOUR), event("resume", 115.0, step=4, steps_again=3))
+    assert paused(restart, *again, metrics=metrics) == [(1, 6.0)], "steps 5 to 7 were before it"
+
+
 def test_a_pause_begins_with_the_last_event_at_the_earliest() -> None:
     again = event("start", 130.0, first_step=2, **FOUR)
     check = event("model_check", 115.0, seconds=12.0)
