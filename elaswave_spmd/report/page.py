@@ -135,7 +135,7 @@ def _skip_links() -> str:
 
 
 def _facts(run: RecordedRun, history: History) -> str:
-    total = _start(run, "total_steps")
+    total = _start(run, "total_steps", newest=True)  # a run that is resumed may be given more steps
     rows = [("state", history.state), ("steps", f"{history.last_step:,} of {total}")]
     if run.metrics:
         rows.append(("loss", f"{run.metrics[-1].loss:.4f}"))
@@ -291,8 +291,10 @@ def _stages(history: History) -> int:
     return min(len(STAGE_COLORS), max((p.stage + 1 for p in history.placed), default=0))
 
 
-def _start(run: RecordedRun, name: str, default: str = "not started") -> str:
-    start = next((event for event in run.events if event.get("event") == "start"), {})
+def _start(run: RecordedRun, name: str, default: str = "not started", *, newest: bool = False) -> str:
+    """A field of the first event `start`, or of the newest one."""
+    events = reversed(run.events) if newest else run.events
+    start = next((event for event in events if event.get("event") == "start"), {})
     return str(start.get(name, default))
 
 

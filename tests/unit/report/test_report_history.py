@@ -237,6 +237,12 @@ def test_the_state_of_a_run_is_that_of_its_last_event(end: str, state: str) -> N
     assert history_of(recorded(event(end, 101.0))).state == state
 
 
+def test_the_steps_of_a_run_are_those_that_it_was_given_last() -> None:
+    again = event("start", 200.0, first_step=101, total_steps=200, model="m", **FOUR)
+    run = recorded(event("finish", 150.0), again, metrics=tuple(map(line, range(1, 181))))
+    assert "<dt>steps</dt><dd>180 of 200</dd>" in fragments_of(run, history_of(run))["facts"]
+
+
 def test_texts_of_events_are_escaped() -> None:
     text = "<img src=x onerror=alert(1)>\"'&"
     run = recorded(lost(message=text, mesh=text), event(text, 106.0, message=text))
