@@ -220,7 +220,7 @@ def _incidents_table(incidents: Sequence[Incident]) -> str:
 
 def _plans_table(history: History) -> str:
     first = history.first_plan
-    rows: list[Row] = [("1", "start", "", _plan_text(first))] if first is not None else []
+    rows: list[Row] = [(f"{history.first_step:,}", "start", "", _plan_text(first))] if first is not None else []
     rows += [
         (f"{i.step:,}", i.kind, _plan_text(i.before), _plan_text(i.after))
         for i in history.incidents

@@ -211,8 +211,10 @@ def names_of(process: int, name: str, rows: Mapping[int, str]) -> Iterator[Trace
 
 
 def _all_events(folder: Path, parts: Mapping[Path, int]) -> Iterator[TraceEvent]:
-    """The trace events of the controller and of all workers; times count from the run's first event."""
+    """The trace events of the controller and of all workers; times count from the run's first event `start`."""
     events = read_json_lines(folder / "events.jsonl")
+    # What comes before it are validations of the run that this one goes on from, with their times.
+    events = events[next((number for number, event in enumerate(events) if event["event"] == "start"), 0) :]
     start = events[0]["time"] if events else 0.0
     yield from _controller_events(events, start)
     for part, rank in parts.items():

@@ -243,6 +243,18 @@ def test_the_steps_of_a_run_are_those_that_it_was_given_last() -> None:
     assert "<dt>steps</dt><dd>180 of 200</dd>" in fragments_of(run, history_of(run))["facts"]
 
 
+def test_a_run_that_goes_on_from_another_directory_begins_with_its_own_first_step() -> None:
+    """The lines of the other run's steps, and its validations, are copied."""
+    start = event("start", 1000.0, first_step=51, total_steps=100, model="m", **FOUR)
+    events = (event("validation", 10.0, step=50, loss=2.0), start, lost(after_step=60) | {"time": 1005.0})
+    run = RecordedRun(Path("runs/b"), "", tuple(map(line, range(1, 62))), events)
+    history = history_of(run)
+    assert [incident.seconds for incident in history.incidents] == [5.0]
+    assert [(p.rank, p.first, p.last) for p in history.placed] == [(0, 51, 61), (1, 51, 60), (2, 51, 61), (3, 51, 61)]
+    assert [step for step, _ in history.plans()] == [51, 61]
+    assert "<td>51</td><td>start</td>" in fragments_of(run, history)["table-plans"]
+
+
 def test_texts_of_events_are_escaped() -> None:
     text = "<img src=x onerror=alert(1)>\"'&"
     run = recorded(lost(message=text, mesh=text), event(text, 106.0, message=text))

@@ -101,6 +101,17 @@ def test_a_controller_that_came_back_has_the_mesh_that_it_has_adopted(tmp_path: 
     assert epochs[-2:] == [("mesh epoch 0: dp1", 8e6), ("mesh epoch 3: dp1", 9e6)]
 
 
+def test_validations_of_the_run_that_is_gone_on_from_are_not_in_the_trace(tmp_path: Path) -> None:
+    """They are copied into the events, with the times that they had."""
+    lines = [{"event": "validation", "time": START - 9e5, "step": 50, "loss": 2.0}, *EVENTS]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in lines))
+    with closing(part(tmp_path, 0)) as trace:
+        trace.action(51, 0, 0, "F", 50.5, 50.75)
+    events = [e for e in merged(tmp_path) if e["ph"] != "M"]
+    assert [(e["name"], e["ts"]) for e in events if e["ph"] == "i"][:2] == [("start", 0.0), ("frequency", 2e6)]
+    assert [e["ts"] for e in events if e["pid"] == 2] == [0.5e6]
+
+
 def test_a_wait_that_goes_on_is_one(tmp_path: Path) -> None:
     write_events(tmp_path)
     trace = part(tmp_path, 0)
