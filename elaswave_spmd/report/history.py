@@ -207,9 +207,7 @@ def _add_penalty(found: list[Incident], recovered: Mapping[str, Any]) -> None:
             found[number] = replace(found[number], penalty_ms=_number(recovered, "penalty_ms"))
 
 
-def _placed(
-    first: Plan | None, first_step: int, incidents: Iterable[Incident], last_step: int
-) -> tuple[Placed, ...]:
+def _placed(first: Plan | None, first_step: int, incidents: Iterable[Incident], last_step: int) -> tuple[Placed, ...]:
     """The stages of each worker over time. Epochs in which a worker's stage stays the same are one."""
     plans = [(first_step, first)] if first is not None else []
     plans += [(i.step, i.after) for i in incidents if i.after is not None]

@@ -155,9 +155,9 @@ def _facts(run: RecordedRun, history: History) -> str:
 
 
 def _loss_table(run: RecordedRun, history: History) -> str:
-    lines, every = run.metrics, max(1, -(-len(run.metrics) // _SAMPLED_ROWS))
-    shown = [line for number, line in enumerate(lines) if number % every == 0 or number == len(lines) - 1]
-    validated = dict(history.validations)
+    lines, validated = run.metrics, dict(history.validations)
+    sampled, every = _sampled(range(len(lines)))
+    also, every_validated = _sampled([number for number, line in enumerate(lines) if line.step in validated])
     rows = [
         (
             f"{line.step:,}",
@@ -166,10 +166,19 @@ def _loss_table(run: RecordedRun, history: History) -> str:
             f"{line.tokens / line.seconds:,.0f}" if line.seconds else "",
             str(line.workers),
         )
-        for line in shown
+        for line in (lines[number] for number in sorted({*sampled, *also}))
     ]
-    note = f"One step in {every:,}." if every > 1 else ""
+    note = f"One step in {every:,}" if every > 1 else ""
+    if note and also:
+        note += ", and " + (f"one validation in {every_validated:,}" if every_validated > 1 else "all validations")
+    note += "." if note else ""
     return _table("Loss and throughput", ("step", "loss", "validation", f"{_unit(run)}/s", "workers"), rows, note)
+
+
+def _sampled(numbers: Sequence[int]) -> tuple[list[int], int]:
+    """About `_SAMPLED_ROWS` of these numbers, with the last one; and n, if each n-th is among them."""
+    every = max(1, -(-len(numbers) // _SAMPLED_ROWS))
+    return [*numbers[::every], *numbers[-1:]], every
 
 
 def _stage_colors(history: History) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,27 @@ def test_a_run_that_goes_on_from_another_directory_begins_with_its_own_first_ste
     assert [(p.rank, p.first, p.last) for p in history.placed] == [(0, 51, 61), (1, 51, 60), (2, 51, 61), (3, 51, 61)]
     assert [step for step, _ in history.plans()] == [51, 61]
     assert "<td>51</td><td>start</td>" in fragments_of(run, history)["table-plans"]
+
+
+def loss_table(num_steps: int, *validated: int) -> tuple[dict[int, str], str]:
+    """The table beside the chart of losses: step -> its validation loss, and what the page says of it."""
+    run = recorded(*map(validation, validated), metrics=tuple(map(line, range(1, num_steps + 1))))
+    table = fragments_of(run, history_of(run))["table-loss"]
+    rows = re.findall(r"<tr><td>([\d,]+)</td><td>2.0000</td><td>([\d.]*)</td>", table)
+    return {int(step.replace(",", "")): loss for step, loss in rows}, re.sub(
+        "</?p>", "", table.partition("</table></div>")[2]
+    )
+
+
+def test_the_numbers_of_the_losses_have_the_validations() -> None:
+    rows, note = loss_table(400, 100, 200, 300, 400)
+    assert [step for step, loss in rows.items() if loss] == [100, 200, 300, 400]
+    assert len(rows) == 20 + 4 and note == "One step in 20, and all validations."
+    rows, note = loss_table(4000, *range(10, 4001, 10))
+    assert len([loss for loss in rows.values() if loss]) == 20 + 1 and rows[4000] == "2.0000"
+    assert note == "One step in 200, and one validation in 20."
+    assert loss_table(400)[1] == "One step in 20."
+    assert loss_table(3, 2) == ({1: "", 2: "2.0000", 3: ""}, "")
 
 
 def test_texts_of_events_are_escaped() -> None:
