@@ -24,7 +24,6 @@ from elaswave_spmd.errors import ControlError, DataError, RunError
 from elaswave_spmd.mesh.mesh import shortened_ranks, shortened_workers
 from elaswave_spmd.run_dir.directory import is_run_directory, read_events
 from elaswave_spmd.run_dir.display import clock_text, count
-from elaswave_spmd.run_dir.listener import CALLBACK
 
 SOCKET = "ctl.sock"
 ANSWER_S = 30.0  # a controller that starts workers, or writes its result, answers after that
@@ -181,7 +180,8 @@ def _worker(rank: int, pids: Mapping[int, int | None]) -> str:
 
 def _not_alive(run: str, folder: Path) -> ControlError:
     try:
-        last = [event for event in read_events(folder) if event["event"] != CALLBACK][-1]
+        # Of others, such as those of callbacks and of texts that are generated, some come after the end.
+        last = [event for event in read_events(folder) if event["event"] in ("start", "finish", "stop")][-1]
     except (DataError, IndexError):
         last = {"event": "none"}
     how = {"finish": "which has finished", "stop": f"which has stopped: {last.get('message')}"}

@@ -514,7 +514,7 @@ class RunLog:
                 self.observer.on_validation(step, loss, number, metrics)
             case EpochBegun():
                 self._record.checks_dropped += action.checks_dropped
-                self._record.lost_workers["run"] += list(action.kinds.values()).count("fail")
+                self.observer.faults.lost_workers["run"] += list(action.kinds.values()).count("fail")
                 self._num_workers = action.placement.mesh.num_workers
                 self._epochs.begun(action, now)
             case RemoveMember(rank):  # the summary counts the bytes of the final members only
@@ -528,7 +528,7 @@ class RunLog:
                 if kind == "corrupt" and fields["tensor"] == "state":
                     self._record.replicas_wrong += 1
                 if kind == "fail":
-                    self._record.lost_workers[str(fields["phase"])] += len(cast(list[int], fields["ranks"]))
+                    self.observer.faults.lost_workers[str(fields["phase"])] += len(cast(list[int], fields["ranks"]))
                 if kind == ROLLBACK:
                     fields = {**fields, "seconds": round(self._seconds_after(cast(int, fields["step"])), 3)}
                 self.observer.on_event(kind, **fields)

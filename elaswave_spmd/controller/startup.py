@@ -50,6 +50,7 @@ from elaswave_spmd.run_dir.captured_output import CapturedOutput
 from elaswave_spmd.run_dir.checkpoints import prune, remove_superfluous, remove_unfinished
 from elaswave_spmd.run_dir.discard import discard_after
 from elaswave_spmd.run_dir.display import make_display, shows_live
+from elaswave_spmd.run_dir.faults import FaultCount
 from elaswave_spmd.run_dir.listener import Listeners
 from elaswave_spmd.run_dir.lock import WORKERS_LOCK
 from elaswave_spmd.run_dir.trace import merge_trace
@@ -207,6 +208,7 @@ class _Lives:
         self._listeners = LastingListeners(settings, signals, callbacks)
         self._has_gone_back = False  # True once it went back as it could not be decided which worker was wrong
         self._has_begun_again = False
+        self._faults = FaultCount()  # of all lives
         self._captured: CapturedOutput | None = None  # what workers print, where a live view is shown
         self.run_dir: Path | None = None
 
@@ -433,7 +435,7 @@ class _Lives:
             display = make_display(choice=plan.settings.run.display, captured=self._captured)
             board = plan.settings.run.tensorboard
             listener = Listeners(self._listeners.made) if self._listeners.made else None
-            observer = RunObserver(run_dir, display=display, board=board, listener=listener)
+            observer = RunObserver(run_dir, display=display, board=board, listener=listener, faults=self._faults)
             undo.callback(observer.close)
             frequencies = undo.enter_context(Frequencies.open(plan.settings.schedule, scratch))
             controller = make_controller(

@@ -64,8 +64,6 @@ class RunRecord:
         """The result of the first worker that has checked the model; None: none has."""
         self.trials: list[dict[str, object]] = []
         """What was found, each time that it was tried whether weight gradients are put off: "kept", and "times"."""
-        self.lost_workers: dict[str, int] = {"start": 0, "run": 0, "join": 0, "spare": 0}
-        """By the phase in which they were lost: while workers start, as members, before they joined, as spares."""
         self.checks_dropped = 0
         """Pairs that were drawn to be checked and were not, as a loss met their step."""
         self.versions_compared = 0
@@ -132,7 +130,7 @@ def make_summary(
         "params": plan.description.layout.num_parameters,
         "mesh": plan.placement.mesh.shape.name,
         "sharding": plan.placement.shardings.name,
-        "lost_workers": dict(record.lost_workers),
+        "lost_workers": dict(faults.lost_workers),
         "faults": faults.summary(),
         "state_bytes_per_worker": {str(rank): finished[rank].state_bytes for rank in sorted(finished)},
         "peak_bytes_per_worker": {str(rank): finished[rank].peak_bytes for rank in sorted(finished)},

@@ -39,7 +39,8 @@ def main(arguments: Sequence[str], program: str) -> int:
         raise ConfigError(
             f"{given} is too few", rule="a worker is killed in the middle of the run", where=given, fix=fix
         )
-    folder = Path(options.out) if options.out else Path("runs", time.strftime("demo-%Y%m%d_%H%M%S"))
+    # A shell leaves --out=~/d as it is. A run finds the home directory for itself, and the comparison does not.
+    folder = Path(os.path.expanduser(options.out)) if options.out else Path("runs", time.strftime("demo-%Y%m%d_%H%M%S"))
     if os.path.exists(folder):  # not folder.exists(), which raises for a name that is too long
         raise ConfigError(
             f"{folder} exists", rule="--out names a new directory", where=f"--out {folder}", fix="another"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from elaswave_spmd.report.decimate import kept_points
-from elaswave_spmd.report.history import CAUSES, MARKED, History
+from elaswave_spmd.report.history import CAUSES, MARKED, History, Incident
 from elaswave_spmd.report.recorded import RecordedRun
 from elaswave_spmd.report.timeline import Timeline
 from elaswave_spmd.run_dir.metrics import MetricsLine
@@ -118,10 +118,15 @@ def _lost(history: History) -> dict[str, list[Any]]:
 
 
 def _moved(history: History) -> dict[str, list[Any]]:
-    shown = [incident for incident in history.incidents if incident.bytes_moved or incident.bytes_bound]
     # An epoch with several kinds of incidents (a loss and a join at once) has one incident of each kind, and each of
-    # them has the bytes of the whole epoch. Only the first one is shown.
-    shown = [i for n, i in enumerate(shown) if n == 0 or i.mesh_epoch != shown[n - 1].mesh_epoch]
+    # them has the bytes of the whole epoch. Only the first one is shown. Each life of the run numbers its epochs anew.
+    shown: list[Incident] = []
+    life, newest = 0, None
+    for incident in history.incidents:
+        life += incident.kind == "start"
+        if (incident.bytes_moved or incident.bytes_bound) and newest != (life, incident.mesh_epoch):
+            newest = (life, incident.mesh_epoch)
+            shown.append(incident)
     return {
         "step": [incident.step for incident in shown],
         "mib": [incident.bytes_moved / 2**20 for incident in shown],

@@ -3,6 +3,7 @@ time lost by cause. All of it is pure."""
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 from elaswave_spmd.report.recorded import RecordedRun
 from elaswave_spmd.run_dir.faults import UNDISTURBED_STEPS
+from elaswave_spmd.run_dir.json_lines import float_of_hex
 from elaswave_spmd.run_dir.metrics import MetricsLine
 from elaswave_spmd.run_dir.observer import event_text
 
@@ -59,7 +61,7 @@ class Incident:
     Args:
         kind: the event's kind; a `rebalance` with another plan is a `move`.
         step: the first step that it concerns.
-        seconds: since the run began.
+        seconds: since the run began in its directory.
         ranks: the workers that it tells of.
         text: the line that was shown.
         before, after: the plans, if it began a mesh epoch.
@@ -113,6 +115,7 @@ class History:
 
     Args:
         first_plan: the plan that it began with, or None for runs whose events do not tell it.
+        first_step: the step that it began with: above 1 for a run that was resumed into another directory.
         validations: (step, loss).
         state: finished, stopped or not ended.
     """
@@ -121,38 +124,48 @@ class History:
     placed: tuple[Placed, ...]
     lost: tuple[Lost, ...]
     first_plan: Plan | None
+    first_step: int
     validations: tuple[tuple[int, float], ...]
     state: str
     last_step: int
 
     def plans(self) -> list[tuple[int, Plan]]:
         """All plans, with the first step of each."""
-        first = [(1, self.first_plan)] if self.first_plan is not None else []
+        first = [(self.first_step, self.first_plan)] if self.first_plan is not None else []
         return first + [(i.step, i.after) for i in self.incidents if i.after is not None]
 
 
 def history_of(run: RecordedRun) -> History:
     """The history of a run, as far as it is recorded."""
-    incidents, first_plan = _incidents(run.events)
+    start = _first_start(run.events)
+    incidents, first_plan = _incidents(run.events, _number(start, "time") or 0.0)
+    first_step = int(_number(start, "first_step") or 1)
     last_step = run.metrics[-1].step if run.metrics else 0
     return History(
         incidents=incidents,
-        placed=_placed(first_plan, incidents, last_step),
+        placed=_placed(first_plan, first_step, incidents, last_step),
         lost=_lost(run, incidents),
         first_plan=first_plan,
+        first_step=first_step,
         validations=tuple(_validations(run.events)),
         state=_state(run.events),
         last_step=last_step,
     )
 
 
-def _incidents(events: Iterable[Mapping[str, Any]]) -> tuple[tuple[Incident, ...], Plan | None]:
+def _first_start(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The event with which a run began. Validations of a run that it goes on from may come before it."""
+    starts = (event for event in events if event.get("event") == "start")
+    return next(starts, events[0] if events else {})
+
+
+def _incidents(events: Iterable[Mapping[str, Any]], zero: float) -> tuple[tuple[Incident, ...], Plan | None]:
+    """The incidents, and the plan that the run began with; `zero`: when it did, in seconds since 1970."""
     found: list[Incident] = []
     plan = first_plan = None
-    step, zero = 1, None
+    step = 1
     for event in events:
         kind, at = _text(event, "event"), _number(event, "time") or 0.0
-        zero = at if zero is None else zero
         step = _step_of(event, step)
         after = _plan_of(event)
         if kind in ("start", "begin"):
@@ -188,13 +201,16 @@ def _add_penalty(found: list[Incident], recovered: Mapping[str, Any]) -> None:
     """Give the incidents of the mesh epoch that a `recovered` event tells of their penalty."""
     epoch = _number(recovered, "mesh_epoch")
     for number in range(len(found) - 1, max(-1, len(found) - 9), -1):
+        if found[number].kind == "start":  # epochs of earlier lives of the run have the same numbers
+            return
         if found[number].mesh_epoch == epoch and epoch is not None:
             found[number] = replace(found[number], penalty_ms=_number(recovered, "penalty_ms"))
 
 
-def _placed(first: Plan | None, incidents: Iterable[Incident], last_step: int) -> tuple[Placed, ...]:
+def _placed(first: Plan | None, first_step: int, incidents: Iterable[Incident], last_step: int) -> tuple[Placed, ...]:
     """The stages of each worker over time. Epochs in which a worker's stage stays the same are one."""
-    plans = ([(1, first)] if first is not None else []) + [(i.step, i.after) for i in incidents if i.after is not None]
+    plans = [(first_step, first)] if first is not None else []
+    plans += [(i.step, i.after) for i in incidents if i.after is not None]
     since: dict[tuple[int, int], int] = {}
     found: list[Placed] = []
     for step, plan in plans:
@@ -294,6 +310,8 @@ def _commit(event: Mapping[str, Any]) -> tuple[float, float] | None:
         return at, (_number(event, "first_step") or 1) - 1
     if (after := _number(event, "after_step")) is not None:
         return at, after
+    if kind == "restart" and (lost_after := _number(event, "lost_after")) is not None:
+        return at, lost_after  # `step` is that of the checkpoint that the run goes back to, which is older
     step = _number(event, "step")
     if step is None or kind not in ("validation", "checkpoint", "recovered", "restart", "rollback"):
         return None
@@ -313,11 +331,25 @@ def _with_usual(lines: Iterable[MetricsLine], unusual: set[int]) -> Iterable[tup
             usual.append(line.seconds)
 
 
-def _validations(events: Iterable[Mapping[str, Any]]) -> Iterable[tuple[int, float]]:
+def _validations(events: Iterable[Mapping[str, Any]]) -> list[tuple[int, float]]:
+    """(step, loss) of the validations, in order, without those that a later rollback has given up."""
+    found: list[tuple[int, float]] = []
     for event in events:
-        step, loss = _number(event, "step"), _number(event, "loss")
-        if event.get("event") == "validation" and step is not None and loss is not None:
-            yield int(step), loss
+        kind, step = event.get("event"), _number(event, "step")
+        if step is None:
+            continue
+        if kind == "rollback":
+            found = [known for known in found if known[0] <= step]
+        elif kind == "validation" and (loss := _validation_loss(event)) is not None:
+            found.append((int(step), loss))
+    return found
+
+
+def _validation_loss(event: Mapping[str, Any]) -> float | None:
+    """The loss of a validation. The hex form has nan and inf as well, for which JSON has no numbers."""
+    with contextlib.suppress(ValueError):
+        return float_of_hex(event.get("loss_hex"))
+    return _number(event, "loss")
 
 
 def _state(events: Iterable[Mapping[str, Any]]) -> str:

@@ -135,7 +135,7 @@ def _skip_links() -> str:
 
 
 def _facts(run: RecordedRun, history: History) -> str:
-    total = _start(run, "total_steps")
+    total = _start(run, "total_steps", newest=True)  # a run that is resumed may be given more steps
     rows = [("state", history.state), ("steps", f"{history.last_step:,} of {total}")]
     if run.metrics:
         rows.append(("loss", f"{run.metrics[-1].loss:.4f}"))
@@ -155,9 +155,9 @@ def _facts(run: RecordedRun, history: History) -> str:
 
 
 def _loss_table(run: RecordedRun, history: History) -> str:
-    lines, every = run.metrics, max(1, -(-len(run.metrics) // _SAMPLED_ROWS))
-    shown = [line for number, line in enumerate(lines) if number % every == 0 or number == len(lines) - 1]
-    validated = dict(history.validations)
+    lines, validated = run.metrics, dict(history.validations)
+    sampled, every = _sampled(range(len(lines)))
+    also, every_validated = _sampled([number for number, line in enumerate(lines) if line.step in validated])
     rows = [
         (
             f"{line.step:,}",
@@ -166,10 +166,19 @@ def _loss_table(run: RecordedRun, history: History) -> str:
             f"{line.tokens / line.seconds:,.0f}" if line.seconds else "",
             str(line.workers),
         )
-        for line in shown
+        for line in (lines[number] for number in sorted({*sampled, *also}))
     ]
-    note = f"One step in {every:,}." if every > 1 else ""
+    note = f"One step in {every:,}" if every > 1 else ""
+    if note and also:
+        note += ", and " + (f"one validation in {every_validated:,}" if every_validated > 1 else "all validations")
+    note += "." if note else ""
     return _table("Loss and throughput", ("step", "loss", "validation", f"{_unit(run)}/s", "workers"), rows, note)
+
+
+def _sampled(numbers: Sequence[int]) -> tuple[list[int], int]:
+    """About `_SAMPLED_ROWS` of these numbers, with the last one; and n, if each n-th is among them."""
+    every = max(1, -(-len(numbers) // _SAMPLED_ROWS))
+    return [*numbers[::every], *numbers[-1:]], every
 
 
 def _stage_colors(history: History) -> str:
@@ -220,7 +229,7 @@ def _incidents_table(incidents: Sequence[Incident]) -> str:
 
 def _plans_table(history: History) -> str:
     first = history.first_plan
-    rows: list[Row] = [("1", "start", "", _plan_text(first))] if first is not None else []
+    rows: list[Row] = [(f"{history.first_step:,}", "start", "", _plan_text(first))] if first is not None else []
     rows += [
         (f"{i.step:,}", i.kind, _plan_text(i.before), _plan_text(i.after))
         for i in history.incidents
@@ -291,8 +300,10 @@ def _stages(history: History) -> int:
     return min(len(STAGE_COLORS), max((p.stage + 1 for p in history.placed), default=0))
 
 
-def _start(run: RecordedRun, name: str, default: str = "not started") -> str:
-    start = next((event for event in run.events if event.get("event") == "start"), {})
+def _start(run: RecordedRun, name: str, default: str = "not started", *, newest: bool = False) -> str:
+    """A field of the first event `start`, or of the newest one."""
+    events = reversed(run.events) if newest else run.events
+    start = next((event for event in events if event.get("event") == "start"), {})
     return str(start.get(name, default))
 
 

@@ -68,6 +68,8 @@ def read_timeline(folder: Path, around_s: float | None, step_s: float) -> Timeli
     cut = f", the first {_MOST_SLICES:,} of {len(found):,} parts of it" if len(found) > _MOST_SLICES else ""
     shown = (Slice(s.rank, s.kind, s.began_ms - zero, s.ended_ms - zero, s.name) for s in found[:_MOST_SLICES])
     what = "the first steps" if around_s is None else "the steps around the first incident"
+    if not found:  # such as of a run that was traced only after it
+        return Timeline((), f"{TRACE} has nothing of {what}. ui.perfetto.dev opens it.")
     return Timeline(tuple(shown), f"Shown are {what}{cut}. ui.perfetto.dev opens {TRACE}, which has all of it.")
 
 

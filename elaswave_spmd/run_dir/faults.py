@@ -16,13 +16,18 @@ KINDS = (*OF_WORKERS, "link", "device", "corruption", "restart", "rollback")
 class FaultCount:
     """The faults and changes of workers so far. Called by the controller's thread.
 
+    A run that begins again by itself, from a checkpoint or as it began, goes on with the same counts.
+
     Attributes:
         penalty_seconds: the sum of the penalties of all `recovered` events.
+        lost_workers: the number of lost workers, by the phase in which they were lost: while workers start, as members,
+            before they joined, as spares.
     """
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self.penalty_seconds = 0.0
+        self.lost_workers: dict[str, int] = {"start": 0, "run": 0, "join": 0, "spare": 0}
 
     def add(self, kind: str, fields: Mapping[str, object]) -> dict[str, float]:
         """Count an event. Returns the scalars that have changed, by name; empty if the event is not counted."""

@@ -36,6 +36,7 @@ class RunObserver:
         board: True to write TensorBoard files into the run's directory.
         now: returns the seconds since 1970, for events.
         listener: is told everything as well; None for no listener.
+        faults: the counts that this life of the run adds to; None to count from zero.
 
     Attributes:
         last: the line of the last committed step, or None.
@@ -52,6 +53,7 @@ class RunObserver:
         board: bool = True,
         now: Callable[[], float] = time.time,
         listener: RunListener | None = None,
+        faults: FaultCount | None = None,
     ) -> None:
         self.run_dir = run_dir
         self._display = LastingDisplay(display if display is not None else make_display())
@@ -62,7 +64,7 @@ class RunObserver:
         self._finished = False
         self.last: MetricsLine | None = None
         self.pace = Pace(1)
-        self.faults = FaultCount()
+        self.faults = faults if faults is not None else FaultCount()
         self._known: dict[int, MetricsLine] = {}
         self._known_validations: dict[tuple[int, int], str] = {}
         self._written = 0  # the last step whose line is in this directory already

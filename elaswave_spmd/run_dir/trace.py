@@ -2,8 +2,8 @@
 
 A worker's part, trace-RANK.jsonl, is written in blocks. Its first line relates the worker's clock to the time of day,
 and the others are short arrays. If a worker is killed, its part ends with the last block that it wrote. `merge_trace`
-makes trace.json from all parts and from events.jsonl, in the Trace Event Format, which Perfetto and chrome://tracing
-open.
+makes trace.json from all parts, from events.jsonl, and from what an earlier trace.json has of workers, in the Trace
+Event Format, which Perfetto and chrome://tracing open.
 """
 
 from __future__ import annotations
@@ -140,7 +140,9 @@ def parts_in(folder: Path) -> dict[Path, int]:
 
 
 def merge_trace(folder: str | Path) -> Path | None:
-    """Make trace.json from the workers' parts, and remove the parts. Called by the controller at the end of a run.
+    """Make trace.json from the workers' parts, and remove the parts. Called by the controller at the end of each life.
+
+    A run that is resumed, or begins again from a checkpoint, has a trace.json already: what it has of workers is kept.
 
     Returns:
         The path of trace.json; None if there are no parts, or if it cannot be made (then the parts stay).
@@ -211,12 +213,20 @@ def names_of(process: int, name: str, rows: Mapping[int, str]) -> Iterator[Trace
 
 
 def _all_events(folder: Path, parts: Mapping[Path, int]) -> Iterator[TraceEvent]:
-    """The trace events of the controller and of all workers; times count from the run's first event."""
+    """The trace events of the controller and of all workers; times count from the run's first event `start`."""
     events = read_json_lines(folder / "events.jsonl")
+    # What comes before it are validations of the run that this one goes on from, with their times.
+    events = events[next((number for number, event in enumerate(events) if event["event"] == "start"), 0) :]
     start = events[0]["time"] if events else 0.0
     yield from _controller_events(events, start)
+    named: set[int] = set()
+    for event in _earlier_worker_events(folder / TRACE):  # their times count from the same event
+        if event.get("name") == "process_name":
+            named.add(event["pid"])
+        yield event
     for part, rank in parts.items():
-        yield from names_of(rank + _FIRST_WORKER, f"worker {rank}", _ROWS)
+        if rank + _FIRST_WORKER not in named:
+            yield from names_of(rank + _FIRST_WORKER, f"worker {rank}", _ROWS)
         yield from _worker_events(part, rank + _FIRST_WORKER, start)
 
 
@@ -237,6 +247,22 @@ def _controller_events(events: list[dict[str, Any]], start: float) -> Iterator[T
             begun = begun if begun is not None and name == begun[1] else (at, name)
     if begun is not None:
         yield slice_of((_CONTROLLER, 2), begun[1], "mesh epoch", begun[0], at)
+
+
+def _earlier_worker_events(trace: Path) -> Iterator[TraceEvent]:
+    """The events of workers in the trace of earlier lives of the run, if there is one. Other lines are left out."""
+    try:
+        file = open_regular(trace)
+    except FileNotFoundError:
+        return
+    with file:
+        for line in file:
+            try:
+                event = json.loads(line.rstrip().removesuffix(b","))
+                if event["pid"] >= _FIRST_WORKER:
+                    yield event
+            except (ValueError, LookupError, TypeError):
+                continue  # a line of the file's frame
 
 
 def _worker_events(part: Path, process: int, start: float) -> Iterator[TraceEvent]:

@@ -660,8 +660,11 @@ def test_the_command_prints_what_a_person_needs(served: World, capsys: pytest.Ca
     ("last", "how"),
     [(("finish", {}), "which has finished"), (("stop", {"message": "a [bug]"}), r"which has stopped: a \[bug\]")],
 )
-def test_a_run_that_has_ended_says_how(world: World, last: tuple[str, dict[str, str]], how: str) -> None:
+@pytest.mark.parametrize("after", ["", "callback", "generated", "not_generated"])
+def test_a_run_that_has_ended_says_how(world: World, last: tuple[str, dict[str, str]], how: str, after: str) -> None:
     world.observer.run_dir.write_event(last[0], time.time(), last[1])
+    if after:
+        world.observer.run_dir.write_event(after, time.time(), {})
     with pytest.raises(ControlError, match=how):
         admin_client.ask(str(world.folder), {"command": "status"})
 

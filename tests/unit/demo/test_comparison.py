@@ -84,3 +84,15 @@ def test_the_runs_are_in_the_folder_that_is_named_whatever_its_name(
     for out in (str(tmp_path / name), name):
         assert main(["--out", out], "demo") == 1
         assert settings_from(commands.pop()[1:]).run.dir == f"{out}/undisturbed"
+
+
+def test_a_folder_in_the_home_directory_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both runs were made in it, and then the comparison looked for them in a folder `~`."""
+    commands: list[tuple[str, ...]] = []
+    monkeypatch.setattr(demo_command, "_run", lambda *words: commands.append(words) or 1)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(["--out=~/d"], "demo") == 1
+    assert settings_from(commands.pop()[1:]).run.dir == str(tmp_path / "d" / "undisturbed")
+    (tmp_path / "d").mkdir()
+    with pytest.raises(ConfigError, match="d exists"):
+        main(["--out=~/d"], "demo")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,24 @@ def test_time_lost_is_that_of_a_step_beyond_the_usual_one() -> None:
     assert (fail.cause, fail.times, fail.seconds, fail.again) == ("fail", 1, 2.5, 1.0)
 
 
+def test_mesh_epochs_of_two_lives_of_a_run_are_told_apart() -> None:
+    """Each life numbers its epochs from 0."""
+    metrics = tuple(line(step, 3.5 if step == 5 else 1.0) for step in range(1, 11))
+    again = (event("stop", 108.0), event("start", 110.0, first_step=7, **FOUR), event("resume", 110.0, step=6))
+    first = (lost(), event("recovered", 107.0, mesh_epoch=1, penalty_ms=1500.0))
+    second = (lost(after_step=8), event("recovered", 113.0, mesh_epoch=1, penalty_ms=200.0))
+    run = recorded(*first, *again, *second, metrics=metrics)
+    history = history_of(run)
+    assert [i.penalty_ms for i in history.incidents if i.kind == "fail"] == [1500.0, 200.0]
+    assert columns_of(run, history)["moved"]["step"] == [5, 9]
+
+
+def test_an_epoch_with_two_kinds_of_incidents_has_moved_its_bytes_once() -> None:
+    joined = {**lost(), "event": "join", "ranks": [4]}
+    run = recorded(lost(), joined, lost(epoch=2, after_step=6))
+    assert columns_of(run, history_of(run))["moved"]["step"] == [5, 7]
+
+
 def test_a_worker_that_computed_wrongly_is_a_cause_of_its_own() -> None:
     metrics = tuple(line(step, 3.5 if step == 5 else 1.0) for step in range(1, 11))
     corrupt = event("corrupt", 104.0, ranks=[1], step=5, message="worker 1 computed wrongly")
@@ -106,6 +126,13 @@ def test_the_steps_that_a_killed_controller_committed_are_no_pause() -> None:
     assert paused(lost(after_step=4), slow, again, resume, metrics=metrics) == [(1, 20.0)], "slow is of no known step"
     written = event("checkpoint", 107.0, step=4, shards=4, bytes=9, copy_ms=0.0, write_ms=2e3)
     assert paused(written, again, resume, metrics=metrics) == [(1, 20.0)], "it was written while steps went on"
+
+
+def test_a_restart_by_the_same_command_is_a_pause_from_the_loss_on() -> None:
+    metrics = tuple(map(line, range(1, 9)))
+    restart = event("restart", 109.0, step=4, lost_after=7)
+    again = (event("start", 115.0, first_step=5, **FOUR), event("resume", 115.0, step=4, steps_again=3))
+    assert paused(restart, *again, metrics=metrics) == [(1, 6.0)], "steps 5 to 7 were before it"
 
 
 def test_a_pause_begins_with_the_last_event_at_the_earliest() -> None:
@@ -184,9 +211,70 @@ def test_of_a_rollback_the_steps_count_that_it_has_removed_and_not_those_that_we
     assert given_up(recorded(back, metrics=(line(1), line(2, 20.0)))) == (0.0, 0.0)
 
 
+def validation(step: int, loss: float = 2.0) -> dict[str, Any]:
+    """The event as events.jsonl has it: a loss that is no number of JSON is text there."""
+    written = loss if math.isfinite(loss) else str(loss)
+    return event("validation", 100.0 + step, step=step, loss=written, loss_hex=loss.hex(), microbatches=2)
+
+
+def test_validations_that_a_rollback_has_given_up_are_not_shown() -> None:
+    back = event("rollback", 109.0, step=4, given_up=8, seconds=4.0)
+    assert history_of(recorded(validation(8), back)).validations == ()
+    found = history_of(recorded(validation(4), validation(8), back, validation(8, 1.5))).validations
+    assert found == ((4, 2.0), (8, 1.5))
+
+
+def test_a_validation_loss_that_is_not_a_number_is_shown_and_not_an_older_one() -> None:
+    run = recorded(validation(4), validation(8, math.nan), metrics=tuple(map(line, range(1, 9))))
+    history = history_of(run)
+    assert "<dt>validation loss</dt><dd>nan</dd>" in fragments_of(run, history)["facts"]
+    assert as_json(columns_of(run, history))["validation"] == {"step": [4, 8], "loss": [2.0, None]}
+    without_hex = event("validation", 104.0, step=4, loss=2.5)  # as other programs may write it
+    assert history_of(recorded(without_hex)).validations == ((4, 2.5),)
+
+
 @pytest.mark.parametrize("end, state", [("finish", "finished"), ("stop", "stopped"), ("validation", "not ended")])
 def test_the_state_of_a_run_is_that_of_its_last_event(end: str, state: str) -> None:
     assert history_of(recorded(event(end, 101.0))).state == state
+
+
+def test_the_steps_of_a_run_are_those_that_it_was_given_last() -> None:
+    again = event("start", 200.0, first_step=101, total_steps=200, model="m", **FOUR)
+    run = recorded(event("finish", 150.0), again, metrics=tuple(map(line, range(1, 181))))
+    assert "<dt>steps</dt><dd>180 of 200</dd>" in fragments_of(run, history_of(run))["facts"]
+
+
+def test_a_run_that_goes_on_from_another_directory_begins_with_its_own_first_step() -> None:
+    """The lines of the other run's steps, and its validations, are copied."""
+    start = event("start", 1000.0, first_step=51, total_steps=100, model="m", **FOUR)
+    events = (event("validation", 10.0, step=50, loss=2.0), start, lost(after_step=60) | {"time": 1005.0})
+    run = RecordedRun(Path("runs/b"), "", tuple(map(line, range(1, 62))), events)
+    history = history_of(run)
+    assert [incident.seconds for incident in history.incidents] == [5.0]
+    assert [(p.rank, p.first, p.last) for p in history.placed] == [(0, 51, 61), (1, 51, 60), (2, 51, 61), (3, 51, 61)]
+    assert [step for step, _ in history.plans()] == [51, 61]
+    assert "<td>51</td><td>start</td>" in fragments_of(run, history)["table-plans"]
+
+
+def loss_table(num_steps: int, *validated: int) -> tuple[dict[int, str], str]:
+    """The table beside the chart of losses: step -> its validation loss, and what the page says of it."""
+    run = recorded(*map(validation, validated), metrics=tuple(map(line, range(1, num_steps + 1))))
+    table = fragments_of(run, history_of(run))["table-loss"]
+    rows = re.findall(r"<tr><td>([\d,]+)</td><td>2.0000</td><td>([\d.]*)</td>", table)
+    return {int(step.replace(",", "")): loss for step, loss in rows}, re.sub(
+        "</?p>", "", table.partition("</table></div>")[2]
+    )
+
+
+def test_the_numbers_of_the_losses_have_the_validations() -> None:
+    rows, note = loss_table(400, 100, 200, 300, 400)
+    assert [step for step, loss in rows.items() if loss] == [100, 200, 300, 400]
+    assert len(rows) == 20 + 4 and note == "One step in 20, and all validations."
+    rows, note = loss_table(4000, *range(10, 4001, 10))
+    assert len([loss for loss in rows.values() if loss]) == 20 + 1 and rows[4000] == "2.0000"
+    assert note == "One step in 200, and one validation in 20."
+    assert loss_table(400)[1] == "One step in 20."
+    assert loss_table(3, 2) == ({1: "", 2: "2.0000", 3: ""}, "")
 
 
 def test_texts_of_events_are_escaped() -> None:

@@ -492,6 +492,21 @@ def test_faults_are_counted_by_their_workers() -> None:
     assert ("faults", "3 fail, 1 link, 1.50 s beyond work") in summary_rows({"faults": summary})
 
 
+def test_a_run_that_begins_again_goes_on_counting(tmp_path: Path) -> None:
+    """Each life has an observer of its own."""
+    faults, console = FaultCount(), _text_console()[0]
+    lives = [RunDir.create(tmp_path / name, "", model="m", mesh="single") for name in ("first", "second")]
+    with RunObserver(lives[0], display=PlainDisplay(console), faults=faults) as observer:
+        observer.on_event("fail", ranks=[1])
+        observer.on_event("restart", step=4, lost_after=7)
+    with RunObserver(lives[1], display=PlainDisplay(console), faults=faults) as observer:
+        observer.on_event("fail", ranks=[2])
+        assert faults_text(observer.faults.summary()) == "2 fail, 1 restart"
+    assert _scalars(lives[1].board_path)["faults/fail"] == [(0, 2.0)]
+    with RunObserver(RunDir.create(tmp_path / "other", "", model="m", mesh="single"), board=False) as observer:
+        assert faults_text(observer.faults.summary()) == "none"
+
+
 def test_without_a_board(tmp_path: Path) -> None:
     console, _ = _text_console()
     run_dir = RunDir.create(tmp_path / "run", "", model="m", mesh="single")

@@ -101,6 +101,40 @@ def test_a_controller_that_came_back_has_the_mesh_that_it_has_adopted(tmp_path: 
     assert epochs[-2:] == [("mesh epoch 0: dp1", 8e6), ("mesh epoch 3: dp1", 9e6)]
 
 
+def test_earlier_lives_of_the_run_stay_in_the_trace(tmp_path: Path) -> None:
+    """A run that is resumed, or begins again from a checkpoint, makes its trace anew at its end."""
+    write_events(tmp_path)
+    for rank in (0, 1):
+        with closing(part(tmp_path, rank)) as trace:
+            trace.action(1, 0, 0, "F", 50.0, 50.25)
+            trace.mark("step 1 applied \u00e9", 50.5)
+    before = [e for e in merged(tmp_path) if e["pid"] > 1]
+    with open(tmp_path / "events.jsonl", "a") as file:
+        file.write(json.dumps({"event": "start", "time": START + 8, "mesh": "dp1"}) + "\n")
+    for rank in (0, 2):
+        with closing(part(tmp_path, rank, START - 42.0)) as trace:  # other processes
+            trace.action(2, 0, 0, "F", 50.0, 50.25)
+    events = merged(tmp_path)
+    assert [e for e in events if e["pid"] > 1][: len(before)] == before
+    found = [(e["pid"], e["args"]["step"], e["ts"]) for e in events if e.get("cat") == "forward"]
+    assert found == [(2, 1, 0.0), (3, 1, 0.0), (2, 2, 8e6), (4, 2, 8e6)]
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == [
+        "controller", "worker 0", "worker 1", "worker 2",
+    ]  # fmt: skip
+    assert [e["name"] for e in events if e["pid"] == 1 and e["ph"] == "i"].count("start") == 2, "its events are once"
+
+
+def test_validations_of_the_run_that_is_gone_on_from_are_not_in_the_trace(tmp_path: Path) -> None:
+    """They are copied into the events, with the times that they had."""
+    lines = [{"event": "validation", "time": START - 9e5, "step": 50, "loss": 2.0}, *EVENTS]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in lines))
+    with closing(part(tmp_path, 0)) as trace:
+        trace.action(51, 0, 0, "F", 50.5, 50.75)
+    events = [e for e in merged(tmp_path) if e["ph"] != "M"]
+    assert [(e["name"], e["ts"]) for e in events if e["ph"] == "i"][:2] == [("start", 0.0), ("frequency", 2e6)]
+    assert [e["ts"] for e in events if e["pid"] == 2] == [0.5e6]
+
+
 def test_a_wait_that_goes_on_is_one(tmp_path: Path) -> None:
     write_events(tmp_path)
     trace = part(tmp_path, 0)
