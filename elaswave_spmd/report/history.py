@@ -163,7 +163,7 @@ def _incidents(events: Iterable[Mapping[str, Any]], zero: float) -> tuple[tuple[
     """The incidents, and the plan that the run began with; `zero`: when it did, in seconds since 1970."""
     found: list[Incident] = []
     plan = first_plan = None
-    step = 1
+    step, has_begun = 1, False
     for event in events:
         kind, at = _text(event, "event"), _number(event, "time") or 0.0
         step = _step_of(event, step)
@@ -176,7 +176,9 @@ def _incidents(events: Iterable[Mapping[str, Any]], zero: float) -> tuple[tuple[
         if kind == "recovered":
             _add_penalty(found, event)
         moved = kind == "rebalance" and after is not None and before is not None and after != before
-        if (kind in _NO_INCIDENTS and not moved) or (kind == "start" and len(found) == 0):
+        is_first = kind == "start" and not has_begun
+        has_begun |= is_first
+        if (kind in _NO_INCIDENTS and not moved) or is_first:
             continue
         incident = Incident("move" if moved else kind, step, at - zero, _ranks(event), _line_of(kind, event))
         found.append(_with_change(incident, event, before, after) if after is not None else incident)

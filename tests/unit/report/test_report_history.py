@@ -58,6 +58,15 @@ def test_the_stage_of_each_worker_is_known_at_each_step() -> None:
     assert found == [(0, 0, 1, 10), (1, 0, 1, 4), (2, 1, 1, 10), (3, 1, 1, 10)]
 
 
+def test_a_life_on_another_mesh_is_known_also_where_nothing_happened_before_it() -> None:
+    """Its controller was killed, and the run was resumed on three workers."""
+    again = event("start", 130.0, first_step=6, total_steps=10, **THREE)
+    history = history_of(recorded(again, metrics=tuple(map(line, range(1, 11)))))
+    assert [(incident.kind, incident.step) for incident in history.incidents] == [("start", 6)]
+    found = [(p.rank, p.stage, p.first, p.last) for p in history.placed]
+    assert (1, 0, 1, 5) in found and (0, 0, 1, 10) in found and len(found) == 4
+
+
 def test_time_lost_is_that_of_a_step_beyond_the_usual_one() -> None:
     metrics = tuple(line(step, 3.5 if step == 5 else 1.0) for step in range(1, 11))
     history = history_of(recorded(lost(), event("recovered", 107.0, mesh_epoch=1, penalty_ms=1500.0), metrics=metrics))
