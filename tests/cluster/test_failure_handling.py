@@ -92,7 +92,7 @@ def test_workers_that_are_lost_at_the_same_moment_are_one_change_of_the_mesh(mes
     assert kinds_of(cluster) == {1: "fail", 2: "fail"}
     first = cluster.result.epochs[0]
     assert first.kinds == {1: "fail", 2: "fail"} and first.placement.mesh.epoch == 2
-    assert cluster.journal[0].epoch == 2, "nobody has heard of the first one"
+    assert cluster.journal[0][0].epoch == 2, "nobody has heard of the first one"
 
 
 @pytest.mark.parametrize("order", ORDERS)

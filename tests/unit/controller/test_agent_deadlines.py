@@ -230,7 +230,7 @@ def test_last_words_take_no_longer_than_the_deadline_allows(world: World, monkey
     links = SimpleNamespace(close=lingered.append, address="")
     monkeypatch.setattr(agent_command, "AgentLinks", lambda *_, **__: links)
     machine = SimpleNamespace(fork_server=world, scratch=None, workers=AgentWorkers({}))
-    joined = agent_command._Joined(OFFER, FOUND, cast(Any, machine), cast(Any, None))
+    joined = agent_command._Joined(OFFER, FOUND, cast(Any, machine), cast(Any, None), cast(Any, None))
     joined._agent._set_deadline(0.75)
     joined.__exit__()
     assert lingered == [500]
