@@ -14,9 +14,11 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import threading
 import weakref
 from collections.abc import Callable, Collection
+from typing import Any
 
 
 def call_in_forks(method: Callable[[], object], held: Collection[int] = ()) -> None:
@@ -42,13 +44,16 @@ def call_in_forks(method: Callable[[], object], held: Collection[int] = ()) -> N
     os.register_at_fork(before=hold, after_in_parent=let_go, after_in_child=call)
 
 
-def put_null(descriptor: int) -> None:
-    """Put the null device in the place of a descriptor, so that its file is closed and its Python object stays usable.
+def drop_input(process: subprocess.Popen[Any] | None) -> None:
+    """Close the input of a process of the parent's, which ends by that, in a fork; None: there is no such process.
 
-    For an object that another thread of the parent may have been writing to: in the fork nobody gives up its lock.
+    The null device takes its place, so that the Python object stays usable. Another thread of the parent may have been
+    writing to it, and in the fork nobody gives up its lock.
     """
+    if process is None or process.stdin is None or process.stdin.closed:
+        return
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    os.dup2(null, descriptor, inheritable=False)
+    os.dup2(null, process.stdin.fileno(), inheritable=False)
     os.close(null)
 
 

@@ -206,10 +206,9 @@ class CheckpointCoordinator:
         """A worker's shard is on the disk, or it could not be written (`message.error`)."""
         if message.step <= self._newest:
             return []  # a surplus shard: the mesh changed, and another worker has written the same pages, too
-        if message.epoch <= self._distrusted.get(message.step, -1):
-            return self._came_for_nothing(message)  # the shard may be from a wrong replica
-        if message.step in self._failed:
-            return self._came_for_nothing(message)  # another shard is missing for good, which has been reported
+        # It may be from a wrong replica, or another shard is missing for good, which has been reported.
+        if message.epoch <= self._distrusted.get(message.step, -1) or message.step in self._failed:
+            return self._came_for_nothing(message)
         if message.error:
             last = self._last
             # When one more worker is lost the order to save is given again, in a newer mesh epoch. Then a failure of
@@ -330,7 +329,8 @@ class CheckpointCoordinator:
             why, until = "the mesh changed before replicas of its state were compared", max(never)
             if not self._is_last(step):
                 return [*self._abandon(step, why, wrong_until=until), *self._removals()]
-            # Should it not be written anew in the present mesh epoch, whoever completes what is whole knows by this.
+            # It is written anew in the present mesh epoch. If that fails, whoever completes a checkpoint from what is
+            # on the disk knows by this event which shards do not count.
             self._distrusted[step] = until
             pending = self._pending[step] = pending.of_epochs_after(until)
             message = f"what workers have saved of step {step} up to mesh epoch {until} does not count: {why}"
@@ -389,8 +389,8 @@ class CheckpointCoordinator:
         fields: dict[str, object] = {"step": step, "message": f"no checkpoint of step {step}: {why}"}
         if wrong_until is not None:
             self._distrusted[step] = wrong_until
-            # They stay until they may be removed. Should this controller end before that, whoever completes what is
-            # whole knows by this that they do not count.
+            # The shards stay until they may be removed. If this controller ends before that, whoever completes a
+            # checkpoint from what is on the disk knows by this that they do not count.
             fields[BALLOT] = self.ballot(wrong_until)
         pending = self._pending.pop(step, None)
         if pending is None and step <= self._newest:

@@ -65,8 +65,13 @@ def adoption_record(settings: Settings, scratch: str, checkpoint: int) -> dict[s
     """
     mesh = checks.plain(dataclasses.asdict(settings.mesh))
     grace = settings.timeouts.orphan_grace
-    found = {SCRATCH: scratch, "mesh": mesh, "settings": _digest(settings), ORPHAN_GRACE: grace}
-    return {**found, CHECKPOINT: checkpoint}
+    return {
+        SCRATCH: scratch,
+        "mesh": mesh,
+        "settings": _digest(settings),
+        ORPHAN_GRACE: grace,
+        CHECKPOINT: checkpoint,
+    }
 
 
 def _digest(settings: Settings) -> str:

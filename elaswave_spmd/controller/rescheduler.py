@@ -26,7 +26,7 @@ from elaswave_spmd.scheduling.cost_model import CostModel, MemoryRule
 from elaswave_spmd.scheduling.lasting import LastingCosts
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.profiler import SLOWEST, LayerSample, ProfileSmoother
-from elaswave_spmd.scheduling.rebalance import Decision, PlanSettings, reassign_microbatches
+from elaswave_spmd.scheduling.rebalance import Decision, PlanSettings, Variant, reassign_microbatches
 from elaswave_spmd.scheduling.split_backward import SplitBackward, best_limits, executed, priced
 from elaswave_spmd.scheduling.step_time import Assignment, state_of, step_time
 
@@ -390,22 +390,18 @@ class Rescheduler:
         If layers or micro-batches do not fit in memory where they are, they move to where they do, whatever that gains.
         If nothing that was found fits, they move for a gain alone.
         """
-        before, now, later = decision.before.seconds, decision.now, decision.later
-        if not decision.layers_stay:
-            last = decision.last
-            if not decision.lacks:
-                return self._goal_of(last.assignment, before, last.time.seconds, "layers to where they fit in memory")
-            gains = last.time.seconds <= before * (1 - self._settings.min_gain)
-            return self._goal_of(last.assignment, before, last.time.seconds, "layers by cost") if gains else None
-        if decision.overflows and (later is not None or self._settings.microbatches):
-            what = (
-                "micro-batches to where they fit in memory" if later is None else "layers to where they fit in memory"
-            )
-            return self._goal_of(decision.last.assignment, before, decision.last.time.seconds, what)
-        if self._settings.microbatches and now.time.seconds <= before * (1 - self._settings.min_gain):
-            return self._goal_of(now.assignment, before, now.time.seconds, "micro-batches assigned by speed")
-        if self._settings.layers and later is not None and later.time.seconds <= before * (1 - self._settings.min_gain):
-            return self._goal_of(later.assignment, before, later.time.seconds, "layers by cost")
+        now, later, last, settings = decision.now, decision.later, decision.last, self._settings
+        before = decision.before.seconds
+        enough = before * (1 - settings.min_gain)
+        if not decision.layers_stay and decision.lacks:
+            return self._goal_of(last, before, "layers by cost") if last.time.seconds <= enough else None
+        if not decision.layers_stay or (decision.overflows and (later is not None or settings.microbatches)):
+            what = "micro-batches" if decision.layers_stay and later is None else "layers"
+            return self._goal_of(last, before, f"{what} to where they fit in memory")
+        if settings.microbatches and now.time.seconds <= enough:
+            return self._goal_of(now, before, "micro-batches assigned by speed")
+        if settings.layers and later is not None and later.time.seconds <= enough:
+            return self._goal_of(later, before, "layers by cost")
         return None
 
     def _short_of_memory(self, decision: Decision) -> list[Action]:
@@ -418,8 +414,8 @@ class Rescheduler:
         why = f"the fullest worker lacks {decision.lacks:,.0f} B of schedule.memory_limit, and {stay}"
         return [Record("plan", {"ranks": [], "mesh_epoch": epoch, "reason": why, "message": why})]
 
-    def _goal_of(self, there: Assignment, before: float, after: float, what: str) -> Goal | None:
-        here = self._protocol.placement
+    def _goal_of(self, plan: Variant, before: float, what: str) -> Goal | None:
+        there, here = plan.assignment, self._protocol.placement
         if (there.stages, there.layer_cuts, there.microbatch_counts) == (
             here.mesh.stages,
             here.layer_cuts,
@@ -429,7 +425,7 @@ class Rescheduler:
             if (there.limits, there.put_off) == (running.limits, running.put_off):
                 return None
             what = "other limits in flight"
-        why = f"{what}: {1e3 * before:.0f} to {1e3 * after:.0f} ms a step expected"
+        why = f"{what}: {1e3 * before:.0f} to {1e3 * plan.time.seconds:.0f} ms a step expected"
         return Goal(there.stages, there.layer_cuts, there.microbatch_counts, why)
 
     # ---- slow workers

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from elaswave_spmd.conf.schema import GenerateSettings
-from elaswave_spmd.forks import call_in_forks, put_null
+from elaswave_spmd.forks import call_in_forks, drop_input
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path
 from elaswave_spmd.run_dir.display import RunInfo
 from elaswave_spmd.run_dir.listener import GENERATED, NOT_GENERATED, News
@@ -254,9 +254,7 @@ class TextSampler:
 
     def _let_go(self) -> None:
         """Close the process's input in one that is forked from this one: its end tells that this one has ended."""
-        # Without the lock, which the thread may have held at the fork.
-        if (process := self._process) is not None and process.stdin is not None and not process.stdin.closed:
-            put_null(process.stdin.fileno())
+        drop_input(self._process)  # without the lock, which the thread may have held at the fork
 
     def _reap(self) -> str:
         """Wait for the end of the process, which comes. Returns the last line that it has said."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elaswave_spmd.report.recorded import RecordedRun
+from elaswave_spmd.run_dir.discard import still_valid
 from elaswave_spmd.run_dir.faults import UNDISTURBED_STEPS
 from elaswave_spmd.run_dir.json_lines import float_of_hex
 from elaswave_spmd.run_dir.metrics import MetricsLine
@@ -335,16 +336,8 @@ def _with_usual(lines: Iterable[MetricsLine], unusual: set[int]) -> Iterable[tup
 
 def _validations(events: Iterable[Mapping[str, Any]]) -> list[tuple[int, float]]:
     """(step, loss) of the validations, in order, without those that a later rollback has given up."""
-    found: list[tuple[int, float]] = []
-    for event in events:
-        kind, step = event.get("event"), _number(event, "step")
-        if step is None:
-            continue
-        if kind == "rollback":
-            found = [known for known in found if known[0] <= step]
-        elif kind == "validation" and (loss := _validation_loss(event)) is not None:
-            found.append((int(step), loss))
-    return found
+    about = still_valid((e for e in events if "event" in e and _number(e, "step") is not None), "validation")
+    return [(int(event["step"]), loss) for event in about if (loss := _validation_loss(event)) is not None]
 
 
 def _validation_loss(event: Mapping[str, Any]) -> float | None:

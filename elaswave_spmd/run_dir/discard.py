@@ -5,15 +5,17 @@ from __future__ import annotations
 import errno
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from elaswave_spmd.run_dir.atomic_write import replacing, sync_directory, sync_file, writing
 from elaswave_spmd.run_dir.checkpoints import find_checkpoints, step_of
 from elaswave_spmd.run_dir.directory import EVENTS, METRICS
 from elaswave_spmd.run_dir.json_lines import json_text, read_json_lines
 from elaswave_spmd.run_dir.manifest import MANIFEST
+
+_Event = TypeVar("_Event", bound=Mapping[str, Any])
 
 _WRITING_S, _PAUSE_S = 10.0, 0.05
 """For how long a folder may stay in use by workers that are being ended, and how often its removal is tried."""
@@ -81,9 +83,9 @@ def unfinished_rollback(events: Iterable[dict[str, Any]]) -> int | None:
     return step
 
 
-def still_valid(events: Iterable[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+def still_valid(events: Iterable[_Event], kind: str) -> list[_Event]:
     """The events of one kind, in order, without those about steps that a later rollback has given up."""
-    found: list[dict[str, Any]] = []
+    found: list[_Event] = []
     for event in events:
         if event["event"] == ROLLBACK:
             found = [known for known in found if known["step"] <= event["step"]]

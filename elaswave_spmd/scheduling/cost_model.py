@@ -32,7 +32,7 @@ PROFILE_FIX = (
     "the costs.json of a run of 10 steps or more; with elastic.enabled=false, or schedule.microbatches=false "
     "schedule.layers=false, a run may have none"
 )
-"""What an error about a missing profile advises: not every run writes one (docs/speed.md)."""
+"""The fix in errors about a profile that cannot be read. Not every run writes one (docs/speed.md)."""
 
 
 @dataclass(frozen=True)

@@ -752,9 +752,8 @@ class _Planner:
         Fewer workers alone are never faster. But the boundaries between the micro-batches of the remaining ones may fit
         those of the other stages better.
         """
-        if start.time.how != EXACT or sum(map(len, grouping.stages)) > _SEARCHED_WORKERS:
-            return start
-        if not self.settings.follows_speeds:
+        is_large = start.time.how != EXACT or sum(map(len, grouping.stages)) > _SEARCHED_WORKERS
+        if is_large or not self.settings.follows_speeds:
             return start
         actions = 2 * start.assignment.num_stages * start.assignment.num_microbatches
         choices = parked_assignments(grouping, start, self.costs)

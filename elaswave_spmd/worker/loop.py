@@ -479,14 +479,15 @@ class Executor:
         # so that it is not past that step by then.
         self.is_orphaned, self._was_just_adopted = False, True
         self._context.model.programs.memory.report_again()
+        facts = adopted(self.placement.mesh.members)
         answer = replace_fields(
-            adopted(self.placement.mesh.members),
+            facts,
             version=self.version,
             applied=tuple(reports.applied),
             damaged=tuple(reports.damaged),
             is_suspect=reports.is_suspect(self.version),
+            caught_up=self.replica.has_caught_up_in(facts.epoch),
         )
-        answer = replace_fields(answer, caught_up=self.replica.has_caught_up_in(answer.epoch))
         self._context.channel.send(CONTROLLER, answer)
 
     def _check(self, message: _CheckRequest) -> None:

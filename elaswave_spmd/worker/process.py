@@ -478,11 +478,11 @@ class WorkerProcess:
 
     def _on_point(self, point: FaultPoint, step: int) -> None:
         """A step passes a fault point: count progress, and inject the faults that are due here."""
-        self._term_in_forks.drop_others()
         progress = self._progress
         progress.count += 1
         if point in (FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.WEIGHTS):
             progress.action = point.value
+            self._term_in_forks.drop_others()  # once per action: there are many more of the other points
         self._step = step
         if point is FaultPoint.APPLY and self._trace is not None:
             self._trace.mark(f"step {step} applied")

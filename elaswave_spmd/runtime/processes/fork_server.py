@@ -75,7 +75,7 @@ class ForkServer:
         self._gone: set[int] = set()  # process ids of workers that have ended, and may have left strays
         self._ended: list[int] = []  # ranks that ended while there was no controller, or while it was still adopting
         self._is_settled = True  # the controller has handled all ends that happened before it had adopted the workers
-        self._is_unread = False  # the controller that has read what workers print is gone
+        self._unread: list[int] = []  # the streams of workers whose reader, the first controller, is gone
         self._waited_s = 0.0  # how long there has been no controller, since the last one was lost
         self._listener: socket.socket | None = None  # where the next controller connects
         self._buffer = b""
@@ -177,7 +177,7 @@ class ForkServer:
             except _ControllerLostError:
                 if not self._next_controller():
                     raise
-                self._is_unread = True
+                self._unread = self._setup["captured"]
 
     def _next_controller(self) -> bool:
         """Wait for another controller, as long as there is a worker. Returns False if none came."""
@@ -208,20 +208,20 @@ class ForkServer:
         return False
 
     def _drop_unread(self) -> None:
-        """Empty the file that workers print to, whose reader was the first controller: it is in memory, and grows."""
-        for stream in self._setup["captured"]:
+        """Empty the file that workers print to, once nobody reads it: it is in memory, and grows."""
+        for stream in self._unread:
             with contextlib.suppress(OSError):
                 os.ftruncate(stream, 0)
 
     def _loop(self) -> None:
         while True:
-            if self._is_unread:
-                self._drop_unread()
+            self._drop_unread()
             # An order that was received together with the one before is in the buffer: the socket does not become
             # readable for it.
             is_read = b"\n" in self._buffer
-            limit_s = _UNREAD_S if self._is_unread and self._setup["captured"] else None
-            ready = ready_among([self._orders, self._wake_read], 0.0 if is_read else limit_s)
+            ready = ready_among(
+                [self._orders, self._wake_read], 0.0 if is_read else _UNREAD_S if self._unread else None
+            )
             if self._wake_read in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)

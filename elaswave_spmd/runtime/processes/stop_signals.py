@@ -48,7 +48,7 @@ def signal_name(number: int) -> str:
 
 
 def _described(handler: Any) -> str:
-    """What `signal.getsignal` returns, as it is written in Python."""
+    """Returns a handler, as `signal.getsignal` has returned it, in the words of Python code."""
     if isinstance(handler, signal.Handlers):
         return f"signal.{handler.name}"
     name = getattr(handler, "__qualname__", "")

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elaswave_spmd.errors import ConfigError, RunError
-from elaswave_spmd.forks import call_in_forks, put_null
+from elaswave_spmd.forks import call_in_forks, drop_input
+from elaswave_spmd.output import say_error
 from elaswave_spmd.ready import is_any_ready
 from elaswave_spmd.runtime.devices.dvfs.base import SETTING, DeviceRange
 from elaswave_spmd.runtime.processes.import_path import interpreter_environment
@@ -113,12 +114,10 @@ class GuardedFrequencies:
             self._process.kill()
             self._process.wait()
             devices = ", ".join(self.devices) or "devices"
-            said = (
+            say_error(
                 f"frequencies may not be restored: the process that sets them (pid {self.pid}) was killed, as it had "
                 f"not ended after {_END_S + _TERM_S:.0f} s; set the limits of {devices} again by hand"
             )
-            with contextlib.suppress(OSError):  # the terminal is closed
-                print(said, file=sys.stderr, flush=True)
         self._process.stdout.close()
 
     def _ends_within(self, seconds: float) -> bool:
@@ -130,9 +129,7 @@ class GuardedFrequencies:
 
     def _let_go(self) -> None:
         """Close the guard's input in a process that is forked from this one: its end tells that this one has ended."""
-        assert self._process.stdin is not None
-        if not self._process.stdin.closed:
-            put_null(self._process.stdin.fileno())
+        drop_input(self._process)
 
     def _send(self, order: dict[str, object]) -> None:
         assert self._process.stdin is not None
