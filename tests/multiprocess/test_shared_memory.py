@@ -28,7 +28,7 @@ from elaswave_spmd.runtime.transport.links import (
 )
 from elaswave_spmd.runtime.transport.mailbox import Envelope, Mailbox, PeerClosed
 from elaswave_spmd.runtime.transport.rings import MEMORY_BYTES, RING_BYTES
-from elaswave_spmd.runtime.transport.shared_memory import PeerMemory, SharedMemory, why_not_shared
+from elaswave_spmd.runtime.transport.shared_memory import MemoryLocation, PeerMemory, SharedMemory, why_not_shared
 from elaswave_spmd.runtime.transport.shared_way import INLINE_BYTES, SharedWay
 from tests.waiting import PATIENCE_S, eventually
 
@@ -253,6 +253,31 @@ def test_a_receiver_that_cannot_map_gets_everything_over_the_socket_and_says_why
     said = [line for line in capfd.readouterr().err.splitlines() if "cannot be mapped" in line]
     assert len([line for line in said if line.startswith("links of 1: all from 0 comes over a socket")]) == 1, said
     assert all("refused" in line for line in said)
+
+
+def test_a_receiver_says_nothing_of_memory_whose_owner_is_ending(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A worker that is lost or leaves while a newcomer opens its links: /proc lists it still, not its descriptors."""
+    closed = MemoryLocation(os.getpid(), 1 << 20, 1, 1 << 30)  # no descriptor has this number
+    refused = list[MemoryLocation]()
+
+    def refuse(location: MemoryLocation) -> PeerMemory:  # as the kernel does for a zombie, except to root
+        refused.append(location)
+        raise PermissionError(13, "refused", str(location))
+
+    with ExitStack() as stack:
+        ends, _ = both(stack)
+        ended = stack.enter_context(subprocess.Popen([sys.executable, "-c", ""]))
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # a zombie, as nobody has taken note of its end
+        of_zombie = MemoryLocation(ended.pid, 3, 1, 1 << 30)
+        for location in (closed, of_zombie):
+            ends[1]._map_memory(2, 1, location, 64)
+        monkeypatch.setattr(shared_inbox, "PeerMemory", refuse)
+        ends[1]._map_memory(2, 1, of_zombie, 64)
+        assert refused == [of_zombie] and "mapped" not in capfd.readouterr().err
+        ends[1]._map_memory(2, 1, MemoryLocation(os.getpid(), 3, 1, of_zombie.num_bytes), 64)
+        assert "all from 2 comes over a socket" in capfd.readouterr().err
 
 
 def test_a_ring_is_used_again_when_a_receiver_has_ended_that_had_not_said_that_it_maps_it() -> None:

@@ -69,7 +69,7 @@ from elaswave_spmd.runtime.transport.mailbox import (
 )
 from elaswave_spmd.runtime.transport.rings import MEMORY_BYTES, Bell
 from elaswave_spmd.runtime.transport.shared_inbox import SharedInbox
-from elaswave_spmd.runtime.transport.shared_memory import MemoryLocation, SharedMemory, why_unsupported
+from elaswave_spmd.runtime.transport.shared_memory import MemoryLocation, SharedMemory, is_ending, why_unsupported
 from elaswave_spmd.runtime.transport.shared_way import BELL, SHARED_RING, SharedWay
 from elaswave_spmd.runtime.transport.tcp_retries import bound_retries
 from elaswave_spmd.runtime.transport.tcp_silence import Silence, has_unsent
@@ -732,8 +732,10 @@ class Links:
             self._inbox.add_ring(sender, number, location, at)
         except ValueError:
             raise MessageRejected(MALFORMED) from None
+        except FileNotFoundError:  # the peer has ended or closed its links, after it had sent this
+            return
         except OSError as error:  # everything of this peer comes over the socket then
-            if Path(f"/proc/{location.pid}").exists():  # else it has ended
+            if not is_ending(location.pid):
                 self._report_unmapped(sender, error)
             return
         with self._edit:  # `max`, as the message of an older link may arrive late

@@ -87,6 +87,7 @@ class SharedInbox:
         """A peer has opened a new link, with a ring at an offset of its shared memory.
 
         Raises:
+            FileNotFoundError: the peer has ended, or has closed that memory.
             OSError: that memory cannot be mapped.
             ValueError: no ring can be there.
         """

@@ -300,6 +300,22 @@ class SharedMemory:
                     block.trimmed = True
 
 
+_PF_EXITING = 0x4  # of a process's flags in /proc (Linux)
+
+
+def is_ending(pid: int) -> bool:
+    """True if a process has ended, or is at its end: its descriptors may be gone already.
+
+    The kernel closes the descriptors first, and lists the process in /proc until its parent has taken note of its end.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return True
+    fields = stat.rpartition(")")[2].split()  # from the state on; the name before it may contain anything
+    return fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)
+
+
 class PeerMemory:
     """The shared memory of another process, mapped here.
 
@@ -307,7 +323,8 @@ class PeerMemory:
         location: where the memory is, as its owner has sent it.
 
     Raises:
-        OSError: the process has ended or belongs to another user, or its descriptor is not of such a memory.
+        FileNotFoundError: the process has ended, or has closed its memory.
+        OSError: the process belongs to another user, or its descriptor is not of such a memory.
     """
 
     def __init__(self, location: MemoryLocation) -> None:
