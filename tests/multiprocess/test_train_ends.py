@@ -44,6 +44,9 @@ class Broken(LayeredModel):
     def __init__(self, vocab_size, d_model, **others):
         super().__init__({"embed": Embed(vocab_size, d_model), "head": Head(vocab_size, d_model)})
 """
+PRINTING = BROKEN.replace("Broken", "Printing").replace(
+    'raise RuntimeError("a bug in the head")', "print(1, flush=True)"
+)
 
 
 @pytest.mark.parametrize("mesh", ["single", "dp2_pp2"])
@@ -192,6 +195,20 @@ def test_an_output_that_nobody_has_read_from_the_begin_ends_no_run(
     with unread() as output, launch(tmp_path, *SMALL, "mesh=dp2", output=output) as run:
         assert run.finish().code == 0
     assert [event["event"] for event in read_events(tmp_path / "run")][-1] == "finish"
+
+
+def test_a_reader_that_ends_before_the_run_ends_no_worker_whose_model_prints(tmp_path: Path) -> None:
+    """As with `python train.py | head -1`."""
+    write_text(tmp_path)
+    (tmp_path / "printing.py").write_text(PRINTING)
+    reading, writing = os.pipe()
+    with launch(tmp_path, *SMALL, "mesh=dp2", "model.target=printing.Printing", output=writing) as run:
+        os.close(writing)
+        with open(reading) as output:
+            output.readline()
+        assert run.finish().code == 0
+    kinds = {event["event"] for event in read_events(tmp_path / "run")}
+    assert kinds == {"start", "model_check", "validation", "finish"}
 
 
 def test_a_run_whose_weights_cannot_be_written_has_not_finished_and_goes_on(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -40,6 +41,17 @@ def command():
 
 sys.exit(5 + cli.guarded(command))
 """
+PRINTS = """
+import os, sys
+from elaswave_spmd.output import let_anybody_print
+let_anybody_print()
+for _ in range(3):
+    print("of a model", flush=True)
+    print("ü" * 10_000, file=sys.stderr)
+    sys.stdout.buffer.write(b"bytes")
+    sys.stdout.flush()
+os._exit(7 if [os.readlink(f"/proc/self/fd/{fd}") for fd in (1, 2)] == [os.devnull] * 2 else 1)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +60,9 @@ def _with_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
 
 
-CODES = pytest.mark.parametrize("code", [SAYS, FORKS, GUARDED], ids=["lines", "a fork", "a refusal"])
+CODES = pytest.mark.parametrize(
+    "code", [SAYS, FORKS, GUARDED, PRINTS], ids=["lines", "a fork", "a refusal", "a user's code"]
+)
 
 
 @CODES
@@ -74,3 +88,13 @@ def test_what_is_said_is_seen_at_once(capfd: pytest.CaptureFixture[str]) -> None
     say("one")
     say_error(ValueError("two"))
     assert capfd.readouterr() == ("one\n", "two\n")
+
+
+def test_what_a_users_code_prints_is_seen_as_before() -> None:
+    code = (
+        "import os; from elaswave_spmd.output import let_anybody_print as let; let(); print('ü'); os.write(1, b'then')"
+    )
+    for unbuffered, expected in (("1", b"\xfc\nthen"), ("", b"then\xfc\n")):
+        env = {**os.environ, "PYTHONUNBUFFERED": unbuffered, "PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "1"}
+        done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, env=env)
+        assert (done.returncode, done.stdout) == (0, expected)

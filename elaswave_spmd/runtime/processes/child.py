@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from elaswave_spmd import by_value
+from elaswave_spmd.output import let_anybody_print
 from elaswave_spmd.runtime.processes.strays import mark_own
 
 _PR_SET_PDEATHSIG = 1
@@ -63,7 +64,7 @@ def ignore_terminal() -> None:
 
 
 def set_up() -> object:
-    """Give a new worker its own signals, standard input and random state; it gets the `GROUP_SIGNALS` from now on.
+    """Give a new worker its own signals, streams and random state; it gets the `GROUP_SIGNALS` from now on.
 
     Returns:
         What is to be kept for as long as the worker lives: by it the fork server knows whose strays it has (strays.py).
@@ -74,6 +75,7 @@ def set_up() -> object:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
+    let_anybody_print()
     # Python's own generator reseeds itself after a fork, but those of numpy and torch do not. A module that is not
     # imported yet needs no new seed, and importing it here would cost seconds.
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
