@@ -202,7 +202,7 @@ def test_a_reader_that_ends_before_the_run_ends_no_worker_whose_model_prints(tmp
     write_text(tmp_path)
     (tmp_path / "printing.py").write_text(PRINTING)
     reading, writing = os.pipe()
-    with launch(tmp_path, *SMALL, "mesh=dp2", "model.target=printing.Printing", output=writing) as run:
+    with launch(tmp_path, *SMALL, "mesh=dp2", "model.target=printing.Broken", output=writing) as run:
         os.close(writing)
         with open(reading) as output:
             output.readline()
