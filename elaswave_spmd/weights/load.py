@@ -30,12 +30,15 @@ def load_model(
 
     `model(tokens)` runs all layers in this process. It gives them no keys, so there is no dropout.
 
+    Without `model`, what the run's config.yaml names as its model is imported and called: only with runs that you
+    trust.
+
     Args:
         run: the directory of a run, of which weights.safetensors is read, or else the newest good checkpoint; or the
             directory of one of its checkpoints.
         model: the class or function that the run got as its model. It must be given if the run got it by value, from a
-            script or a notebook: a run's directory holds no code, and nothing in it is ever executed. None: the model
-            is imported by the name in the run's settings.
+            script or a notebook, as a run's directory holds no code. None: the model is imported by the name in the
+            run's settings.
         ema: load the average of the weights over the steps (optim.ema) in place of the weights.
         best: load the weights of the run's directory with the lowest validation loss (checkpoint.keep_best).
 

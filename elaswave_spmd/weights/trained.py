@@ -17,6 +17,7 @@ from elaswave_spmd.conf.schema import DataSettings, ModelSettings, TrainSettings
 from elaswave_spmd.data.spec import BYTES, names_tokenizer
 from elaswave_spmd.errors import ConfigError, ModelError
 from elaswave_spmd.models import LayeredModel, build_model, import_model
+from elaswave_spmd.models.build import OWN
 from elaswave_spmd.regular_files import read_regular
 from elaswave_spmd.run_dir.best import best_path
 from elaswave_spmd.run_dir.checkpoints import load_newest_good, open_checkpoint
@@ -56,7 +57,9 @@ class TrainedModel:
 
 
 def open_trained(run: str, *, average: bool = False, best: bool = False) -> TrainedModel:
-    """Open the weights of a run and build its model, for commands that need an embedding called `embed`.
+    """Open the weights of a run of a built-in model and build the model, for `generate` and `export`.
+
+    No code that the run's settings name is imported or called, so the run may come from anybody.
 
     Args:
         run: the directory of a checkpoint, whose weights are opened; or that of a run, of which weights.safetensors is
@@ -66,17 +69,36 @@ def open_trained(run: str, *, average: bool = False, best: bool = False) -> Trai
             loss is the lowest.
 
     Raises:
-        ConfigError: RUN is not the directory of a run; its settings cannot be read; it has no average; the weights have
-            no embed.weight.
+        ConfigError: RUN is not the directory of a run; its settings cannot be read; it has no average; its model is not
+            a built-in one; the weights have no embed.weight.
         CheckpointError: the checkpoint is damaged, or there is none; weights.safetensors does not match its hash.
-        ModelError: the model cannot be built, for example because its file is missing.
+        ModelError: the model cannot be built.
     """
     opened = open_run(run, average=average, best=best)
     fields, source = opened.fields, opened.source
     settings = ModelSettings.from_fields(fields.get("model", {}))
+    _refuse_own_model(settings, opened.path)
     data, train = DataSettings.from_fields(fields.get("data", {})), TrainSettings.from_fields(fields.get("train", {}))
     model = _build(settings, source, train.seq_len, run)
     return TrainedModel(opened.path, settings, data, train.seq_len, model, source)
+
+
+def _refuse_own_model(settings: ModelSettings, path: Path) -> None:
+    """Refuse a model of the user's own, before the name in the run's settings is imported: it may name any code.
+
+    Raises:
+        ConfigError: the model is not one of the built-in models.
+    """
+    if settings.target not in OWN:
+        raise ConfigError(
+            f"model.target={settings.target} is not a built-in model",
+            rule="generate and export are for built-in models: what another one computes is not known, and code that "
+            "a run's directory names is not called",
+            where=str(path),
+            exists=", ".join(f"model.target={name}" for name in OWN),
+            fix="for a run that you trust elaswave_spmd.load_model(RUN) in Python; or read its weights.safetensors, "
+            "which has the parameters by their names",
+        )
 
 
 @dataclass(frozen=True)
