@@ -28,7 +28,9 @@ def main(arguments: Sequence[str], program: str) -> int:
     out = Path(os.path.expanduser(options.out)) if options.out else folder / REPORT
     if os.path.isdir(out):  # not out.is_dir(), which may raise
         raise ConfigError(f"--out {out} is a directory", rule="--out names a file", fix=f"--out {out / REPORT}")
-    target = Path(os.path.realpath(out))  # a link, such as /dev/stdout, is not replaced, but the file that it points to
+    # The user's own link, such as /dev/stdout, is not replaced, but the file that it points to. A run's directory may
+    # come from elsewhere: a link in it is replaced, as it could point to any file of the user.
+    target = Path(os.path.realpath(out)) if options.out else out
     if os.path.exists(target) and not os.path.isfile(target):
         raise ConfigError(
             f"--out {out} is no regular file",

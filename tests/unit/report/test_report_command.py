@@ -50,6 +50,19 @@ def test_a_page_is_written_to_the_file_of_a_link(tmp_path: Path) -> None:
     assert (tmp_path / "newest.html").is_symlink() and "<html" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
+def test_a_link_in_the_directory_of_a_run_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    """The directory may come from somebody else, and the link point to any file of the user."""
+    run, mine = tmp_path / "run", tmp_path / "mine.txt"
+    run.mkdir()
+    (run / "config.yaml").write_text("model: m\n")
+    mine.write_text("of the user")
+    (run / "report.html").symlink_to(mine)
+    assert main([str(run)], "elaswave-spmd") == 0
+    assert mine.read_text() == "of the user"
+    page = run / "report.html"
+    assert not page.is_symlink() and "<html" in page.read_text(encoding="utf-8")
+
+
 def test_a_run_whose_path_is_no_utf_8_has_a_report_whatever_the_output_can_show(tmp_path: Path) -> None:
     folder = tmp_path / "a\udcff\u00e9"
     folder.mkdir()
