@@ -13,16 +13,18 @@ from io import BufferedReader
 from pathlib import Path
 
 NO_FILE = "it is no regular file"
+A_LINK = "it is a link, which is not followed"
 
 
 def regular_fd(path: str | Path, flags: int, mode: int = 0o600) -> int:
     """Open a regular file, without waiting for anybody. Returns the descriptor, which programs do not inherit.
 
     Args:
-        flags, mode: as of os.open.
+        flags, mode: as of os.open. With os.O_NOFOLLOW a link is refused.
 
     Raises:
-        OSError: it cannot be opened, or is something else: EISDIR for a directory, else EINVAL with the text `NO_FILE`.
+        OSError: it cannot be opened, or is something else: EISDIR for a directory, ELOOP with the text `A_LINK` for a
+            link, else EINVAL with the text `NO_FILE`.
     """
     other = OSError(errno.EINVAL, NO_FILE, os.fspath(path))
     try:
@@ -30,6 +32,8 @@ def regular_fd(path: str | Path, flags: int, mode: int = 0o600) -> int:
     except OSError as error:
         if error.errno == errno.ENXIO:  # a socket, or a pipe that nobody reads
             raise other from None
+        if error.errno == errno.ELOOP and os.path.islink(path):
+            raise OSError(errno.ELOOP, A_LINK, os.fspath(path)) from None
         raise
     kind = os.fstat(fd).st_mode
     if stat.S_ISREG(kind):

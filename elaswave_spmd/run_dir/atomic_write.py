@@ -23,13 +23,15 @@ READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 def open_private(path: Path, flags: int) -> int:
     """Open a file of the run, and make it private to its owner. Returns the descriptor.
 
+    A link is not followed: in a directory that other users can write to, it may point to any file of this user.
+
     Args:
         flags: as for `os.open`; with os.O_CREAT a missing file is made.
 
     Raises:
-        OSError: the file cannot be opened, is a pipe or a device, or its mode cannot be set.
+        OSError: the file cannot be opened, is a link, a pipe or a device, or its mode cannot be set.
     """
-    fd = regular_fd(path, flags, FILE_MODE)
+    fd = regular_fd(path, flags | os.O_NOFOLLOW, FILE_MODE)
     try:
         if stat.S_IMODE(os.fstat(fd).st_mode) != FILE_MODE:
             os.fchmod(fd, FILE_MODE)
@@ -85,7 +87,7 @@ def replacing(path: Path, *, durable: bool) -> Iterator[Path]:
         # The name is always the same, so that the next version removes what a killed process has left. A file of this
         # name is never opened: in a directory that other users can write to, it may be a link to a file of this user.
         scratch.unlink(missing_ok=True)
-        os.close(open_private(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW))
+        os.close(open_private(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         try:
             yield scratch
             scratch.chmod(FILE_MODE)  # a library may have replaced the file

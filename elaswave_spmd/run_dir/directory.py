@@ -22,7 +22,7 @@ import numpy as np
 from elaswave_spmd.conf.format_version import FORMAT_FIELD, FORMAT_VERSION
 from elaswave_spmd.conf.resume import CONFIG
 from elaswave_spmd.errors import ConfigError, DataError, FilesError
-from elaswave_spmd.regular_files import read_regular
+from elaswave_spmd.regular_files import A_LINK, read_regular
 from elaswave_spmd.run_dir.atomic_write import (
     READ_ONLY,
     make_private_folder,
@@ -138,7 +138,8 @@ class RunDir:
         written again.
 
         Raises:
-            ConfigError: the directory cannot be written, or a file of it is a pipe, a device or a directory.
+            ConfigError: the directory cannot be written, or a file of it is a pipe, a device or a directory, or one
+                that is continued is a link.
         """
         with _directory_errors(path):
             _check_writable(path)
@@ -391,13 +392,16 @@ def _check_writable(folder: Path) -> None:
 
 
 def _refuse_other_kinds(folder: Path) -> None:
-    """Refuse a folder at the path of a run's file, or a file at the path of a folder of it.
+    """Refuse a folder at the path of a run's file, a file at the path of a folder of it, or a link that is appended to.
 
-    Otherwise the run would fail only after its last step, when it writes its result.
+    Otherwise the run would fail only after its last step, when it writes its result, or at its first one.
 
     Raises:
         OSError: there is such a path.
     """
+    for name in (METRICS, EVENTS, RECOVERY[0]):
+        if (folder / name).is_symlink():
+            raise OSError(errno.ELOOP, A_LINK, str(folder / name))
     for name in RUN_FILES:
         number = errno.ENOTDIR if name in _FOLDERS else errno.EISDIR
         if (folder / name).exists() and (folder / name).is_dir() == (number == errno.EISDIR):

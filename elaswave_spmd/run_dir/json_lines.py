@@ -180,7 +180,7 @@ def _cut_torn_line(path: Path) -> None:
     """Remove a last line without a newline, so that the next line does not continue it."""
     if not path.exists():
         return
-    with open(regular_fd(path, os.O_RDWR), "r+b") as file:
+    with open(regular_fd(path, os.O_RDWR | os.O_NOFOLLOW), "r+b") as file:
         content = file.read()
         if content and not content.endswith(b"\n"):
             file.truncate(content.rfind(b"\n") + 1)

@@ -19,7 +19,7 @@ from types import TracebackType
 
 from elaswave_spmd.errors import ConfigError, FilesError
 from elaswave_spmd.forks import call_in_forks
-from elaswave_spmd.regular_files import regular_fd
+from elaswave_spmd.regular_files import A_LINK, regular_fd
 from elaswave_spmd.run_dir.atomic_write import open_private, writing
 
 LOCK = "controller.lock"
@@ -86,11 +86,12 @@ def lock_run_dir(path: str | Path) -> RunLock:
 
     Raises:
         ConfigError: another process has locked it (the error names the process if its number can be read), the file
-            system has no locks, or the lock file is not a regular file.
+            system has no locks, or the lock file, or that of the workers, is a link or not a regular file.
         FilesError: the lock file cannot be written.
     """
     file = Path(path) / LOCK
     with writing(file):
+        _refuse_link(Path(path) / WORKERS_LOCK)
         with _refusing_others(file):
             fd = open_private(file, os.O_RDWR | os.O_CREAT)
         try:
@@ -116,17 +117,24 @@ def lock_run_dir(path: str | Path) -> RunLock:
     return RunLock(Path(path), fd, left)
 
 
+def _refuse_link(file: Path) -> None:
+    """Refuse a lock file that is a link, before the fork server, which has no words for it, is to make that file."""
+    with _refusing_others(file):
+        if os.path.islink(file):
+            raise OSError(errno.ELOOP, A_LINK, str(file))
+
+
 @contextlib.contextmanager
 def _refusing_others(file: Path) -> Iterator[None]:
     """Context in which a lock file is opened.
 
     Raises:
-        ConfigError: it is a pipe, a device or a directory.
+        ConfigError: it is a link, a pipe, a device or a directory.
     """
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EISDIR):
+        if error.errno not in (errno.EINVAL, errno.EISDIR, errno.ELOOP):
             raise
         raise ConfigError(
             f"{file} cannot be locked ({error.strerror or error})",
@@ -196,12 +204,12 @@ def _is_free(file: Path) -> bool:
     """True if nobody holds the lock.
 
     Raises:
-        ConfigError: it is not a regular file, or the file system has no locks.
+        ConfigError: it is a link or not a regular file, or the file system has no locks.
         FilesError: the file cannot be opened.
     """
     try:
         with _refusing_others(file):
-            fd = regular_fd(file, os.O_RDWR)
+            fd = regular_fd(file, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
         return True
     except OSError as error:

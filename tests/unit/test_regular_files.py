@@ -9,6 +9,7 @@ import contextlib
 import os
 import shutil
 import socket
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,16 +20,18 @@ from elaswave_spmd.data.cache import _read_entry
 from elaswave_spmd.data.corpus import read_corpus, text_corpus
 from elaswave_spmd.data.tokenizer import load_tokenizer
 from elaswave_spmd.errors import CheckpointError, ConfigError, DataError, FilesError, UserError
-from elaswave_spmd.regular_files import NO_FILE, open_regular, read_regular, regular_fd
+from elaswave_spmd.regular_files import A_LINK, NO_FILE, open_regular, read_regular, regular_fd
 from elaswave_spmd.report.recorded import RunReader
 from elaswave_spmd.run_dir import RunDir, read_events, read_metrics, read_summary
 from elaswave_spmd.run_dir.checkpoint_shard import read_shard
 from elaswave_spmd.run_dir.checkpoints import open_checkpoint
 from elaswave_spmd.run_dir.in_place import InPlace
 from elaswave_spmd.run_dir.journal import Journal, read_journal
+from elaswave_spmd.run_dir.json_lines import JsonLines
 from elaswave_spmd.run_dir.lock import LOCK, WORKERS_LOCK, lock_run_dir, workers_live
 from elaswave_spmd.run_dir.trace import merge_trace
 from elaswave_spmd.runtime.processes.rendezvous import read_secret
+from elaswave_spmd.runtime.processes.scratch import hold_lock
 from elaswave_spmd.weights.resolve import existing_path
 from elaswave_spmd.weights.tensor_files import TensorFiles
 from elaswave_spmd.worker.checkpoint_writer import read_reports
@@ -137,6 +140,51 @@ def test_a_lock_that_is_a_directory_is_refused(tmp_path: Path, name: str, opens:
     shutil.rmtree(tmp_path)
     with pytest.raises(FilesError) if name == LOCK else contextlib.nullcontext():
         opens(tmp_path)
+
+
+@pytest.mark.parametrize("name", [LOCK, WORKERS_LOCK])
+@pytest.mark.parametrize("is_there", [True, False], ids=["of a file", "of nothing"])
+def test_the_lock_of_a_new_run_follows_no_link(tmp_path: Path, name: str, is_there: bool) -> None:
+    """Where others may write to the directory, it could point to any file of the user, which was overwritten."""
+    run, mine = tmp_path / "run", tmp_path / "mine"
+    run.mkdir()
+    if is_there:
+        mine.write_text("of the user")
+        mine.chmod(0o644)
+    (run / name).symlink_to(mine)
+    with pytest.raises(ConfigError, match=f"{name} cannot be locked .{A_LINK}"):
+        lock_run_dir(run)
+    with pytest.raises(OSError, match="symbolic links"):
+        hold_lock(run / name)
+    if name == WORKERS_LOCK:
+        with pytest.raises(ConfigError, match=A_LINK):
+            workers_live(run)
+    assert mine.exists() == is_there
+    if is_there:
+        assert mine.read_text() == "of the user" and stat.S_IMODE(mine.stat().st_mode) == 0o644
+
+
+@pytest.mark.parametrize(
+    ("name", "opens", "kind"),
+    [
+        ("metrics.jsonl", RunDir.reopen, ConfigError),
+        ("events.jsonl", RunDir.reopen, ConfigError),
+        ("epochs.jsonl", RunDir.reopen, ConfigError),
+        ("events.jsonl", lambda run: JsonLines(run / "events.jsonl"), OSError),
+        ("epochs.jsonl", Journal, FilesError),
+    ],
+)
+def test_what_a_resumed_run_appends_to_is_no_link(
+    tmp_path: Path, name: str, opens: Callable[[Path], object], kind: type[Exception]
+) -> None:
+    run, mine = tmp_path / "run", tmp_path / "mine"
+    run.mkdir()
+    mine.write_text("of the user, and no whole line")
+    mine.chmod(0o644)
+    (run / name).symlink_to(mine)
+    with pytest.raises(kind, match=A_LINK):
+        opens(run)
+    assert mine.read_text() == "of the user, and no whole line" and stat.S_IMODE(mine.stat().st_mode) == 0o644
 
 
 TOO_LONG = "a" * 5000

@@ -127,10 +127,12 @@ def remove_with(folder: str, path: Path) -> None:
 def hold_lock(file: str | Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
     """Share the lock of a file until this process, and all processes that are forked from it later, have ended.
 
+    A link is not followed, as others may be able to write to the directory of a run.
+
     Returns:
         The descriptor of the lock. Closing it gives the lock up for this process. Started programs do not inherit it.
     """
-    return _share(os.open(file, flags | os.O_CLOEXEC, 0o600))
+    return _share(os.open(file, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
 
 
 def _share(fd: int) -> int:
