@@ -43,7 +43,8 @@ class ControllerSearch:
     """The search for the controller of a run, at first and when it was lost: at its rendezvous, or where a note says.
 
     Once it was found, a process there that does not answer, or ends each connection, may be a controller that ends, or
-    the network has failed once more: that is looked at again. What it refuses stays refused.
+    the network has failed once more; and one that does not show the secret is a stranger, who could else end the agents
+    of a run whose controller has died: that is looked at again. What a process with the secret refuses stays refused.
 
     Args:
         endpoint: (host, port) of the rendezvous.
@@ -118,7 +119,7 @@ class ControllerSearch:
             credentials: of the life that they are in.
 
         Raises:
-            ConfigError: the controller refuses the secret or the format; they are gone as well.
+            ConfigError: the controller refuses the format; they are gone as well.
         """
         found: Found | None = None
         try:
@@ -147,7 +148,7 @@ class ControllerSearch:
 
         Raises:
             RunError: nobody is there until then.
-            ConfigError: the controller refuses the secret or the format.
+            ConfigError: the controller refuses the format.
         """
         while True:
             try:

@@ -66,11 +66,12 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NoRunYetError(ConfigError):
-    """A process listens at the rendezvous but gives no answer, or ends each connection.
+    """A process listens at the rendezvous but gives no answer, ends each connection, or does not show the secret.
 
     An agent that looks for a run for the first time takes this for a process that is not a controller, or has another
-    secret. But a controller that is ending, or cut off, looks the same. So an agent that has been in the run before may
-    try again.
+    secret. But a controller that is ending, or cut off, looks the same; and where a controller has died its port is
+    free, so that anybody may listen there until the next one does. So an agent that has been in the run before tries
+    again.
     """
 
 
@@ -290,8 +291,8 @@ def find_controller(host: str, port: int, secret: bytes, timeout_s: float) -> Fo
 
     Raises:
         RunError: no process listens there within `timeout_s` seconds.
-        NoRunYetError: the process does not answer, or ends each connection.
-        ConfigError: the process refuses the secret, has another format version, or is no controller.
+        NoRunYetError: the process does not answer, ends each connection, or has another secret or none.
+        ConfigError: the process has the secret, and has another format version, or is no controller.
     """
     where = f"{host}:{port}"
     require_curve(f"the rendezvous {where}", "a run on one machine")
@@ -372,11 +373,10 @@ class _Inquiry:
                 refusals = 0
                 continue
             # A handshake that fails without a detail may be due to a controller that ends, or to a busy machine. So it
-            # takes _REFUSALS of them in a row; any other failure is final at once.
+            # takes _REFUSALS of them in a row; any other failure is one of the secret at once.
             refusals += 1 if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL else _REFUSALS
             if refusals >= _REFUSALS:
-                is_final = event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-                raise (ConfigError if is_final else NoRunYetError)(
+                raise NoRunYetError(
                     f"the process that listens at {where} has another secret, or is no controller of elaswave_spmd",
                     rule="agents and controller have the same secret",
                     where=f"the token file; {where}",

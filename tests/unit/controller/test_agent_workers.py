@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import zmq
 
 from elaswave_spmd.controller import agent as module
 from elaswave_spmd.controller import agent_deadline, agent_machine, agent_search
@@ -17,12 +19,14 @@ from elaswave_spmd.controller.agent_workers import AgentWorkers
 from elaswave_spmd.errors import ConfigError, RunError
 from elaswave_spmd.runtime.processes import agent_messages as am
 from elaswave_spmd.runtime.processes.adoption import write_address
-from elaswave_spmd.runtime.processes.rendezvous import Found, NoRunYetError
+from elaswave_spmd.runtime.processes.rendezvous import Found, NoRunYetError, Rendezvous, find_controller
 from elaswave_spmd.runtime.processes.stop_signals import Signalled, StopSignals
 from elaswave_spmd.runtime.transport.credentials import RunKeys
 from elaswave_spmd.runtime.transport.links import CONTROLLER
 from elaswave_spmd.runtime.transport.mailbox import Envelope, PeerClosed, SelectableMailbox
+from tests.ports import free_port
 from tests.unit.controller.made_up_machines import agent_of
+from tests.waiting import eventually
 
 HELLO = am.Hello(2, "tcp://127.0.0.1:1", "b", 4, "2.0")
 SPEC = {"checkpoints": {"run": "abc", "incarnation": 3}, "options": {"generation": 2}, "data": 1, "host": "x"}
@@ -201,8 +205,44 @@ def test_workers_that_have_waited_long_enough_are_let_go(monkeypatch: pytest.Mon
 
 
 def test_an_agent_that_is_refused_gives_workers_time_to_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = ConfigError("another secret")
+    error = ConfigError("another format")
     assert searched(monkeypatch, waiting_workers(1e6), error) == (error, ["released"])
+
+
+def test_a_stranger_at_the_port_of_a_controller_that_has_died_ends_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """He has not the secret: the next controller is still found there, once it listens."""
+    port, secret, fork_server = free_port(), b"a secret of some bytes", ForkServer()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    stranger = context.socket(zmq.ROUTER)
+    stranger.bind(f"tcp://127.0.0.1:{port}")
+    failed: list[str] = []
+
+    def next_controller_listens() -> bool:
+        with contextlib.suppress(ConfigError):  # libzmq's thread has not closed the stranger's port yet
+            controller = Rendezvous("127.0.0.1", port, secret)
+            ends.callback(controller.close)
+            controller.announce(FOUND.address, FOUND.credentials)
+            return True
+        return False
+
+    def find(*given: Any) -> Found:
+        try:
+            return find_controller(*given)
+        except NoRunYetError as error:
+            failed.append(error.what)
+            if len(failed) == 2:
+                stranger.close(0)
+                eventually(next_controller_listens)
+            raise
+
+    monkeypatch.setattr(agent_search, "find_controller", find)
+    monkeypatch.setattr(agent_search, "LOOK_AGAIN_S", 0.0)
+    search = ControllerSearch(Offer("b", 2, "a:1", None, 30.0), ("127.0.0.1", port), secret, 300.0)
+    with contextlib.ExitStack() as ends:
+        ends.callback(context.destroy, 0)
+        found = search.with_workers(waiting_workers(1e6), cast(Any, fork_server), FOUND.credentials)
+    assert found is not None and found.credentials == FOUND.credentials and fork_server.how_ended == []
+    assert len(failed) >= 2 and all("has another secret, or is no controller" in what for what in failed)
 
 
 OTHER_LIFE = Found(-7, "tcp://127.0.0.1:1", RunKeys.make(), "127.0.0.1")
