@@ -3,14 +3,17 @@
 Every address begins with a random token that only the command's output has, and a request must name this server as its
 host. So neither another user of the machine nor a web page in the browser can read the run. Each connection has a
 thread, since browsers open connections that they do not use. Only one thread at a time makes an answer, and what has
-not changed is not made again.
+not changed is not made again. Anybody on the machine can connect, so connections are few, and a request has a deadline.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
+import math
 import secrets
+import socket
 import sys
 import threading
 import time
@@ -18,6 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from elaswave_spmd.errors import DataError
@@ -30,7 +34,12 @@ HOST = "127.0.0.1"
 SHARE = 0.01
 """The share of one core's time that bringing a page up to date may take."""
 _NAMES = (HOST, "localhost")
-_READ_S = 60.0  # the connection is closed if the client sends nothing for so long
+MOST_CONNECTIONS = 32
+"""At once. Further ones wait in the socket's queue."""
+REQUEST_S = 10.0
+"""The longest time that a client may take to send its request."""
+_ANSWER_S = 60.0  # the longest time for which the answer is sent, perhaps through a tunnel
+_PAUSE_S = 0.1  # after a failed accept
 _HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -108,21 +117,80 @@ class LiveServer(ThreadingHTTPServer):
     Args:
         live: the run.
         port: the port; 0 for any free one.
+        clock: returns seconds of a clock that never runs backwards.
 
     Raises:
         OSError: the port is taken.
     """
 
-    def __init__(self, live: LiveRun, port: int = 0) -> None:
+    daemon_threads = True
+    request_queue_size = MOST_CONNECTIONS
+
+    def __init__(self, live: LiveRun, port: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__((HOST, port), _Handler)
-        self.daemon_threads = True
         self._live = live
         self._token = secrets.token_urlsafe(24)
+        self._clock = clock
+        self._ended = threading.Event()
+        self._places = threading.Semaphore(MOST_CONNECTIONS)
+        self._lock = threading.Lock()
+        self._until: dict[socket.socket, float] = {}  # open connection -> when its request has to be there
 
     @property
     def address(self) -> str:
         """The address of the page."""
         return f"http://{HOST}:{self.server_port}/{self._token}/"
+
+    @property
+    def connections(self) -> int:
+        """The number of open connections."""
+        return len(self._until)
+
+    def shutdown(self) -> None:
+        """End `serve_forever`, from another thread."""
+        self._ended.set()
+        super().shutdown()
+
+    def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
+        """The next connection, once there is a place for it.
+
+        Raises:
+            OSError: there is no place for it yet, it was closed meanwhile, or too many files are open. Who calls this
+                looks again at once, so it waits a little before.
+        """
+        if not self._places.acquire(timeout=_PAUSE_S):
+            raise TimeoutError
+        try:
+            link, address = super().get_request()
+        except OSError:
+            self._places.release()
+            self._ended.wait(_PAUSE_S)
+            raise
+        with self._lock:
+            self._until[link] = self._clock() + REQUEST_S
+        return link, address
+
+    def service_actions(self) -> None:
+        """End connections whose requests are late. Called every now and then."""
+        now = self._clock()
+        with self._lock:
+            for link in [link for link, until in self._until.items() if until <= now]:
+                self._until[link] = math.inf
+                with contextlib.suppress(OSError):  # its client has closed it
+                    link.shutdown(socket.SHUT_RDWR)  # ends the wait of its thread, which closes it
+
+    def has_asked(self, link: socket.socket) -> None:
+        """Note that the request of a connection is there: however long its answer takes to be made, it is not late."""
+        with self._lock:
+            self._until[link] = math.inf
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection, whose place is free then."""
+        with self._lock:
+            known = self._until.pop(request, None) is not None
+        super().shutdown_request(request)
+        if known:
+            self._places.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignore the error of a client that leaves in the middle, such as a closed browser tab. Others are shown."""
@@ -155,11 +223,12 @@ class LiveServer(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     """One connection with one request. Methods other than GET are answered with 501, as there is no do_* for them."""
 
-    timeout = _READ_S
+    timeout = _ANSWER_S
     server_version, sys_version = "elaswave_spmd", ""
 
     def do_GET(self) -> None:
         assert isinstance(self.server, LiveServer)
+        self.server.has_asked(self.connection)
         # Names of headers are case-insensitive, and some clients write `host`.
         answer = self.server.answer(self.path, {"Host": self.headers.get("Host", "")})
         self.send_response(answer.status)
