@@ -2,7 +2,9 @@
 
 An entry is a folder `<key>/` with `tokens.bin` (raw little-endian unsigned integers) and `meta.json`. It is written
 into a scratch folder and published by one rename, so no process sees half of it. A process that is killed leaves its
-scratch folder; the next one that makes the same entry, on the same machine, removes it.
+scratch folder; the next one that makes the same entry, on the same machine, removes it. Whoever finds an entry reads it
+once and compares its hash: with that of the corpus, if tokens are bytes or ids, so that no other tokens are believed,
+else with the hash that was written beside it, which shows damage.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ class TokenFile:
         dtype: uint8, uint16 or uint32, stored little-endian.
         num_tokens: number of tokens in the file.
         vocab_size: every token lies in [0, vocab_size).
-        tokens_sha256: hash of the file. It may be empty for the tokens of `ByteTokenizer`, and is empty for columns of
-            token ids: both are determined by the hash of the data that they were made of.
+        tokens_sha256: hash of the file. It is empty for columns of token ids, which are determined by the hash of the
+            data that they were made of.
     """
 
     path: str
@@ -103,8 +105,17 @@ def tokenize_once(
     def write(scratch: Path) -> TokenFile:
         return _write_entry(scratch, corpus, tokenizer, progress)
 
-    found = _find_or_make(cache, _cache_key(corpus, tokenizer), write, accept)
-    return found if found.tokens_sha256 or isinstance(tokenizer, ByteTokenizer) else _with_hash(found)
+    def read(entry: Path) -> TokenFile | None:
+        found = _read_entry(entry, tokenizer.vocab_size)
+        if found is None or (digest := _digest(found)) is None:
+            return None
+        if isinstance(tokenizer, ByteTokenizer):
+            return replace(found, tokens_sha256=digest) if digest == corpus.sha256 else None
+        if not found.tokens_sha256:
+            return _with_hash(found, digest)
+        return found if digest == found.tokens_sha256 else None
+
+    return _find_or_make(cache, _cache_key(corpus, tokenizer), write, read, accept)
 
 
 def store_once(column: TokenColumn, vocab_size: int, cache: Path) -> TokenFile:
@@ -121,22 +132,31 @@ def store_once(column: TokenColumn, vocab_size: int, cache: Path) -> TokenFile:
     def write(scratch: Path) -> TokenFile:
         return _write_column(scratch, column, vocab_size)
 
+    def read(entry: Path) -> TokenFile | None:
+        found = _read_entry(entry, vocab_size)
+        return found if found is not None and _digest(found, "<u4") == column.sha256 else None
+
     key = hashlib.sha256(json.dumps([FORMAT, "tokens", column.sha256, vocab_size]).encode()).hexdigest()[:32]
-    return _find_or_make(cache, key, write, lambda num_tokens: None)
+    return _find_or_make(cache, key, write, read, lambda num_tokens: None)
 
 
 def _find_or_make(
-    cache: Path, key: str, write: Callable[[Path], TokenFile], accept: Callable[[int], None]
+    cache: Path,
+    key: str,
+    write: Callable[[Path], TokenFile],
+    read: Callable[[Path], TokenFile | None],
+    accept: Callable[[int], None],
 ) -> TokenFile:
     """The cache entry with this key: the one that exists, or a new one.
 
     Args:
         write: writes a new entry into the scratch folder that it is given.
+        read: returns the entry in a folder; None if there is none, or it is damaged.
         accept: as for `tokenize_once`; also called for an entry that exists.
     """
     cache = Path(os.path.expanduser(cache)).absolute()
     entry = cache / key
-    if (found := _read_entry(entry)) is not None:
+    if (found := read(entry)) is not None:
         accept(found.num_tokens)
         return found
     with _cache_errors(cache):
@@ -151,15 +171,15 @@ def _find_or_make(
         with _cache_errors(cache), _locked(scratch):
             made = write(scratch)
             accept(made.num_tokens)
-            _publish(scratch, entry)
+            _publish(scratch, entry, read)
         with contextlib.suppress(OSError):  # the entry of a process that was first may be another user's
             (entry / _LOCK).unlink(missing_ok=True)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    published = _read_entry(entry)
+    published = read(entry)
     if published is None:
         raise ConfigError(
-            f"{entry} has disappeared just after it was written",
+            f"{entry} has disappeared or changed just after it was written",
             rule="no other program may write to the token cache",
             where="data.cache",
             fix="data.cache=DIR with a directory of its own",
@@ -200,29 +220,41 @@ def _cache_key(corpus: Documents, tokenizer: Tokenizer) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
-def _read_entry(entry: Path) -> TokenFile | None:
-    """The entry if it exists and is whole; None if there is none or it is damaged, so that a new one is written."""
+def _read_entry(entry: Path, vocab_size: int) -> TokenFile | None:
+    """The entry if it exists and has its size; None if there is none or it is damaged, so that a new one is written.
+
+    Args:
+        vocab_size: that of the tokenizer, or of the ids, from which the dtype follows: what meta.json says is not read.
+    """
     tokens = entry / "tokens.bin"
     try:
         meta = json.loads(read_regular(entry / _META))
-        numbers = int(meta["num_tokens"]), int(meta["vocab_size"])
-        found = TokenFile(str(tokens), meta["dtype"], *numbers, str(meta.get("tokens_sha256", "")))
+        digest = str(meta.get("tokens_sha256", ""))
+        found = TokenFile(str(tokens), token_dtype(vocab_size), int(meta["num_tokens"]), vocab_size, digest)
         return found if tokens.stat().st_size == found.num_bytes else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
 
-def _with_hash(found: TokenFile) -> TokenFile:
+def _digest(found: TokenFile, dtype: str = "") -> str | None:
+    """The hash of a token file as it is, or of its tokens as another dtype; None if it cannot be read."""
+    content, stored = hashlib.sha256(), np.dtype(found.dtype).newbyteorder("<")
+    try:
+        with open_regular(found.path) as file:
+            while block := file.read(READ_BYTES):
+                content.update(np.frombuffer(block, stored).astype(dtype).data if dtype else block)
+    except (OSError, ValueError):  # the latter: it was cut meanwhile
+        return None
+    return content.hexdigest()
+
+
+def _with_hash(found: TokenFile, digest: str) -> TokenFile:
     """Add the hash to an entry that an earlier version has written without one, and store it in its meta.json."""
-    path, digest = Path(found.path), hashlib.sha256()
-    with _cache_errors(path.parent.parent), open_regular(path) as file:
-        while block := file.read(READ_BYTES):
-            digest.update(block)
-    hashed = replace(found, tokens_sha256=digest.hexdigest())
+    path, hashed = Path(found.path), replace(found, tokens_sha256=digest)
     scratch = path.with_name(f".meta.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         with contextlib.suppress(OSError, ValueError, TypeError):  # a filled cache may be read-only
-            about = {**json.loads(read_regular(path.with_name(_META))), "tokens_sha256": hashed.tokens_sha256}
+            about = {**json.loads(read_regular(path.with_name(_META))), "tokens_sha256": digest}
             scratch.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
             os.replace(scratch, path.with_name(_META))
     finally:
@@ -300,12 +332,12 @@ def _write_meta(scratch: Path, made: TokenFile, about: Mapping[str, object]) -> 
     (scratch / _META).write_text(written + "\n", encoding="utf-8")
 
 
-def _publish(scratch: Path, entry: Path) -> None:
+def _publish(scratch: Path, entry: Path, read: Callable[[Path], TokenFile | None]) -> None:
     """Rename an entry into place. If another process was first, its entry stays: it has the same tokens."""
     try:
         os.rename(scratch, entry)
     except OSError:
-        if _read_entry(entry) is None:  # the present entry is damaged
+        if read(entry) is None:  # the present entry is damaged
             shutil.rmtree(entry, ignore_errors=True)
             os.rename(scratch, entry)
 

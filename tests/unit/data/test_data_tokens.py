@@ -95,17 +95,25 @@ def test_changed_text_gets_another_entry(tmp_path: Path) -> None:
     assert _read(first).tolist() == list(b"abc")
 
 
-@pytest.mark.parametrize("damage", ["truncate", "no meta", "no json", "foreign"])
+@pytest.mark.parametrize("damage", ["truncate", "other bytes", "no meta", "no json", "foreign", "infinite", "nested"])
 def test_a_damaged_entry_is_made_again(tmp_path: Path, damage: str) -> None:
     corpus = _corpus(tmp_path, b"abcdef")
     made = tokenize_once(corpus, ByteTokenizer(), tmp_path / "cache")
     entry = Path(made.path).parent
     if damage == "truncate":
         Path(made.path).write_bytes(b"abc")
+    elif damage == "other bytes":
+        Path(made.path).write_bytes(b"abcdeF")
     elif damage == "no meta":
         (entry / "meta.json").unlink()
     else:
-        (entry / "meta.json").write_text("{" if damage == "no json" else '{"dtype": 1}')
+        content = {
+            "no json": "{",
+            "foreign": '{"dtype": 1}',
+            "infinite": '{"num_tokens": Infinity}',
+            "nested": "[" * 100_000,
+        }
+        (entry / "meta.json").write_text(content[damage])
     again = tokenize_once(corpus, ByteTokenizer(), tmp_path / "cache")
     assert again == made
     assert _read(again).tolist() == list(b"abcdef")
@@ -247,6 +255,29 @@ def test_json_tokenizer(tmp_path: Path) -> None:
     made = tokenize_once(corpus, tokenizer, tmp_path / "cache")
     assert made.dtype == "uint16"
     assert _read(made).tolist() == [1, 2, 0, 3, 1]
+
+
+def test_an_entry_is_believed_in_nothing_that_can_be_computed(tmp_path: Path) -> None:
+    """Others may write to a shared cache: its numbers decided the size of the model, and how the file was read."""
+    corpus = _corpus(tmp_path, b"abcdef")
+    made = tokenize_once(corpus, ByteTokenizer(), tmp_path / "cache")
+    meta = Path(made.path).with_name("meta.json")
+    other = hashlib.sha256(b"ABCDEF").hexdigest()
+    meta.write_text(json.dumps({"dtype": "uint16", "vocab_size": 9, "num_tokens": 6, "tokens_sha256": other}))
+    assert tokenize_once(corpus, ByteTokenizer(), tmp_path / "cache") == made
+    Path(made.path).write_bytes(b"ABCDEF")
+    assert tokenize_once(corpus, ByteTokenizer(), tmp_path / "cache") == made
+    assert _read(made).tolist() == list(b"abcdef")
+
+
+def test_tokens_of_a_file_that_are_damaged_are_made_again(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    tokenizer, corpus = JsonTokenizer(_json_tokenizer(tmp_path / "tok.json")), _corpus(tmp_path, b"hello world")
+    made = tokenize_once(corpus, tokenizer, tmp_path / "cache")
+    assert _read(made).tolist() == [1, 2]
+    Path(made.path).write_bytes(bytes([2, 1]))
+    assert tokenize_once(corpus, tokenizer, tmp_path / "cache") == made
+    assert _read(made).tolist() == [1, 2]
 
 
 def test_the_hash_of_tokens_shows_that_the_same_text_is_divided_otherwise(tmp_path: Path) -> None:

@@ -75,6 +75,10 @@ def test_arrow_files_are_read_in_place_and_parquet_is_decoded_once(tmp_path: Pat
     made = Path(first.token_file).stat()
     second = prepare_data(spec("parquet", tmp_path / "parquet"), 10)
     assert first == second and Path(second.token_file).stat().st_mtime_ns == made.st_mtime_ns
+    content = Path(first.token_file).read_bytes()
+    Path(first.token_file).write_bytes(content[::-1])
+    assert prepare_data(spec("parquet", tmp_path / "parquet"), 10) == first, "its hash is compared: it is made again"
+    assert Path(first.token_file).read_bytes() == content != content[::-1]
 
 
 def test_the_hash_is_of_the_content_whatever_the_files(tmp_path: Path) -> None:
