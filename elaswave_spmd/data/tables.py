@@ -223,7 +223,7 @@ def _saved_dataset(folder: Path) -> Table:
         files = tuple(str(folder / entry["filename"]) for entry in state["_data_files"])
         # Older versions of `datasets` saved a selection or a shuffle as row numbers beside the rows.
         indices = state.get("_indices_files") or state.get("_indices_data_files")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
             f"{state_file} does not list the dataset's files ({type(error).__name__}: {error})",
             rule="state.json names the files as _data_files",

@@ -117,7 +117,7 @@ class LlamaFamily:
             "head_dim": (d_model // heads, d_model // heads),
         }
         _check_expressible(config, expected, file)
-        rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+        rope = {**_object(config, "rope_scaling", file), **_object(config, "rope_parameters", file)}
         return {
             VOCABULARY: _whole(config, "vocab_size", file),
             "model.layers": _whole(config, "num_hidden_layers", file),
@@ -198,7 +198,7 @@ class Gpt2Family:
 
     def facts_of_config(self, config: Mapping[str, Any], file: Path) -> Facts:
         d_model = _whole(config, "n_embd", file)
-        hidden = config.get("n_inner") or 4 * d_model
+        hidden = _whole(config, "n_inner", file) if config.get("n_inner") else 4 * d_model
         activation = config.get("activation_function")
         expected = {
             # gelu_new and gelu_pytorch_tanh are two names of the same approximation by tanh.
@@ -327,6 +327,19 @@ def _whole(config: Mapping[str, Any], name: str, file: Path) -> int:
         raise ConfigError(
             f"{file} has {name}={value!r}",
             rule=f"{name} is a whole number, 1 or more",
+            where=str(file),
+            fix="download or copy the directory again",
+        )
+    return value
+
+
+def _object(config: Mapping[str, Any], name: str, file: Path) -> Mapping[str, Any]:
+    """The field `name` of a config.json, an object; empty if there is none. Raises ConfigError if it is no object."""
+    value = config.get(name) or {}
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"{file} has {name}={value!r}",
+            rule=f"{name} is an object, or is left out",
             where=str(file),
             fix="download or copy the directory again",
         )

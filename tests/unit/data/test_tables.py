@@ -285,6 +285,14 @@ def test_rows_that_are_selected_by_numbers_beside_them_are_refused(tmp_path: Pat
     assert "flatten_indices" in caught.value.fix
 
 
+@pytest.mark.parametrize("content", ["{", "[1]", '{"_data_files": 1}', '{"_data_files": ["a"]}', "[" * 100_000])
+def test_a_malformed_list_of_files_is_refused(tmp_path: Path, content: str) -> None:
+    write("arrow", tmp_path / "data", ids_table(ROWS))
+    (tmp_path / "data" / "state.json").write_text(content)
+    with pytest.raises(DataError, match="does not list the dataset's files"):
+        prepare_data(spec("arrow", tmp_path / "data"), 10)
+
+
 @kinds
 def test_paths_with_nothing_to_read_are_refused(tmp_path: Path, kind: str) -> None:
     (tmp_path / "empty").mkdir()
