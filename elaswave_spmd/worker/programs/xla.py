@@ -17,7 +17,7 @@ host tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -188,7 +188,7 @@ class XlaPrograms(PairPrograms):
         if layer == self._last:
             host += [_with_dims(torch.zeros_like(leaf)) for _, leaf in leaves_of(example.batch)]
         zeros = ZeroArguments(island, tuple(host), tuple(specs))
-        with torch.no_grad(), _evaluating(module):
+        with torch.no_grad(), _evaluating([*self._of_model, *module.modules()]):
             inputs = zeros.given()
             if layer == self._last:
                 loss, metrics = self._scores(layout, module, inputs, x)
@@ -462,12 +462,13 @@ def _path(layout: LayerLayout, slot: Slot) -> str:
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Context in which a module is in evaluation mode. Afterwards each of its modules is in its own mode again."""
-    training = {m: m.training for m in module.modules()}
-    module.eval()
+def _evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Context in which modules are in evaluation mode. Afterwards each of them is in its own mode again."""
+    training = {module: module.training for module in modules}
+    for module in training:
+        module.training = False
     try:
         yield
     finally:
-        for inner, before in training.items():
-            inner.training = before
+        for module, before in training.items():
+            module.training = before
