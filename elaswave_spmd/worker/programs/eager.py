@@ -22,7 +22,7 @@ from elaswave_spmd.determinism import Keys
 from elaswave_spmd.errors import add_note, exit_as_error
 from elaswave_spmd.models import Loss, Metrics, Objective, keys_parameter
 from elaswave_spmd.recovery.validation import other_metrics
-from elaswave_spmd.sharding.layout import ModelLayout
+from elaswave_spmd.sharding.layout import LayerLayout, ModelLayout
 from elaswave_spmd.worker.activations import (
     Activation,
     checked_output,
@@ -617,6 +617,10 @@ class StagePrograms:
             return self._compute(layer, x, keys, batch), {}
         y = self._modules[layer](*self._arguments(layer, x, keys))
         return self._loss_of(y, batch), self._metrics_of(y, batch)
+
+    def _code_of(self, layer: LayerLayout) -> str:
+        """What is compiled as one program with a layer, in words."""
+        return f"layer {layer.name}" + (", loss() or metrics()" if layer.index == self._last else "")
 
     def _loss_of(self, y: Any, batch: Any) -> Any:
         """The loss of an output, as the model's own code gives it."""

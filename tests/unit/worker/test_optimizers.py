@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -186,7 +185,13 @@ def test_an_average_with_a_decay_near_1_tends_to_the_parameters() -> None:
     """And not to 0.99983 of them: 0.9999 and 0.0001, each as fp32, do not add up to 1."""
 
     class Moving(SGD):
-        def update(self, params: Sequence[Tensor], *others: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        def update(
+            self,
+            params: Sequence[Tensor],
+            grads: Sequence[Tensor],
+            states: Mapping[str, Sequence[Tensor]],
+            scalars: Update,
+        ) -> None:
             params[0].copy_(0.02 + 1e-3 * torch.randn(4096, generator=draw))
 
     draw = torch.Generator().manual_seed(7)
