@@ -278,6 +278,23 @@ class _Membership:
 
 
 @dataclass(frozen=True)
+class _Outlook:
+    """What becomes of the run and of the step under way.
+
+    Args:
+        stops: why the run stops at the members' version, in words; empty if it goes on.
+        is_begun: True if the step under way may have been begun by anybody.
+        is_in_doubt: True if members may have parameters or state that came from a wrong replica.
+        anew: True if what was computed of the step under way is given up, and the step begins anew.
+    """
+
+    stops: str
+    is_begun: bool
+    is_in_doubt: bool
+    anew: bool
+
+
+@dataclass(frozen=True)
 class Predecessor:
     """What a controller that came back knows of the one before it, from the journal and the living workers.
 
@@ -812,67 +829,106 @@ class ControllerProtocol:
     def _finish_change(self) -> list[ProtocolAction]:
         """All living members have answered: decide the new epoch, and send each of its members a Reconfigure.
 
-        In this order: who is a member, whether all state is still there, where everything runs, which state is copied,
-        and what of the step under way is computed again.
+        In this order:
+
+        1. Does the run stop at this version, and does the step under way begin anew? Both need the state of `version`
+           itself, so learners that are ahead of it give theirs up.
+        2. Who is a member, and is all state still there? If not: Unrecoverable.
+        3. Where everything runs; the numbers of attempt and repair; whether a goal still holds.
+        4. Which state is copied, and what of the step is computed again (nothing if the run stops).
+        5. The epoch is entered, which drops the pending events: counts for the log come before.
         """
         assert self._change is not None
         epoch, standing = self._change.epoch, _Standing.from_reports(self._change.reports)
-        stops = self._why_stop(standing.version)
-        # If members are lost, the step counts as begun even if no living member has anything of it: messages that a
-        # lost member had sent may still arrive.
-        is_begun = not standing.is_between_steps or bool(self._pending.lost)
-        is_in_doubt = self._is_in_doubt(standing.version)
-        anew = is_in_doubt or self._begins_anew(standing, is_begun)
-        # To save the state, or to begin the step anew, the state of `version` is needed. Learners that have the state
-        # of `version` + 1 give it up, and those of whose state the version is not known do not become replicas.
+        # 1. Those of whose state the version is not known (`late`) do not become replicas then.
+        outlook = self._outlook(standing)
+        stops, anew = outlook.stops, outlook.anew
         ahead = standing.ahead if stops or anew else {}
         if stops or anew:
             self._pending.caught_up -= self._change.late
-        if ahead and (after := self._ahead_everywhere(standing.version)):
-            what = "nothing can be saved" if stops else "it cannot begin anew"
-            what = f"all workers that had applied step {standing.version + 1} are lost, and {what}: of {len(after)}"
-            return [Unrecoverable(after, f"{what} page ranges nothing but the state after it is left")]
+        # 2. The plan of promotions alone moves no state. It shows whether every page has a replica left.
         membership = self._next_membership(standing.version, ahead, joins=not stops)
-        # A plan of promotions alone, which moves no state. It shows whether every page has a replica left.
         promoted = plan_reshard(self.layout, membership.replicas, lost=membership.removed)
-        if lost := (*membership.without_replica, *promoted.lost):
-            return [Unrecoverable(lost, f"all replicas of {len(lost)} page ranges are lost")]
-        if stops and not standing.version:
-            return [Unrecoverable((), f"{stops}, and no step is applied yet")]
+        if (end := self._unrecoverable(standing, outlook, (*membership.without_replica, *promoted.lost))) is not None:
+            return [end]
+        # 3. The goal was planned for the members of before.
         placement = self._next_placement(epoch, membership)
-        if anew:
-            self._attempt = epoch
-        if is_in_doubt:
-            self._repair = epoch
-        kinds, reasons = reconfiguration.membership_changes(
-            self._pending.lost, membership.leaving, membership.newcomers, self._pending.relinked
-        )
+        self._attempt = epoch if anew else self._attempt
+        self._repair = epoch if outlook.is_in_doubt else self._repair
         if stops or not membership.is_unchanged:
-            self._goal = None  # the goal was planned for the members of before
+            self._goal = None
         why = self._goal.why if self._goal else ""
+        # 4. A goal whose copies are all there is reached here.
         if stops:
             placement, plan, recovery = replace(placement, replicas=promoted.during), promoted, ()
         else:
             placement, plan = self._with_state(placement, membership, standing, promoted)
             of_all = standing.all_at_version
             recovery = whole_step(placement, of_all) if anew else self._recovery_plan(placement, standing)
-        if anew:
+        # 5. The log is told of the events that are dropped here.
+        begun = self._begun(placement, standing, outlook, membership, plan, recovery, why)
+        reconfigure = self._enter(placement, standing.version, recovery, membership.leaving, stops, anew=anew)
+        if stops:
+            return [reconfigure, *([begun] if begun.kinds else []), Save(standing.version, epoch, stops)]
+        return [reconfigure, begun, *self._release(membership.leaving), *self._hand_over_primaries(plan)]
+
+    def _outlook(self, standing: _Standing) -> _Outlook:
+        """Decide whether the run stops, and whether the step under way begins anew."""
+        # If members are lost, the step counts as begun even if no living member has anything of it: messages that a
+        # lost member had sent may still arrive.
+        is_begun = not standing.is_between_steps or bool(self._pending.lost)
+        is_in_doubt = self._is_in_doubt(standing.version)
+        anew = is_in_doubt or self._begins_anew(standing, is_begun)
+        return _Outlook(self._why_stop(standing.version), is_begun, is_in_doubt, anew)
+
+    def _unrecoverable(
+        self, standing: _Standing, outlook: _Outlook, lost: tuple[ReplicaSet, ...]
+    ) -> Unrecoverable | None:
+        """Why the run cannot go on, or be saved, with the state that is left; None if it can.
+
+        Args:
+            lost: the page ranges without a replica of the state that is needed.
+        """
+        needs_version = outlook.stops or outlook.anew
+        if needs_version and standing.ahead and (after := self._ahead_everywhere(standing.version)):
+            what = "nothing can be saved" if outlook.stops else "it cannot begin anew"
+            what = f"all workers that had applied step {standing.version + 1} are lost, and {what}: of {len(after)}"
+            return Unrecoverable(after, f"{what} page ranges nothing but the state after it is left")
+        if lost:
+            return Unrecoverable(lost, f"all replicas of {len(lost)} page ranges are lost")
+        if outlook.stops and not standing.version:
+            return Unrecoverable((), f"{outlook.stops}, and no step is applied yet")
+        return None
+
+    def _begun(
+        self,
+        placement: Placement,
+        standing: _Standing,
+        outlook: _Outlook,
+        membership: _Membership,
+        plan: ReshardPlan,
+        recovery: tuple[Recompute, ...] | None,
+        why: str,
+    ) -> EpochBegun:
+        """What the log is told of the new epoch. The present epoch is still the old one, with its pending events."""
+        kinds, reasons = reconfiguration.membership_changes(
+            self._pending.lost, membership.leaving, membership.newcomers, self._pending.relinked
+        )
+        if outlook.anew:
             num_redone = sum(len(part.computed) for part in standing.partial_steps.values() if part is not None)
         else:
             num_redone = reconfiguration.num_recomputed(recovery, standing.partial_steps, self.placement)
-        goes_on = is_begun and not anew and not stops
+        goes_on = outlook.is_begun and not outlook.anew and not outlook.stops
         # A partial-step recovery drops the step's checks that are not complete (V6).
         dropped = self._num_checks(standing.version + 1) if goes_on else 0
-        begun = EpochBegun(placement, kinds, reasons, standing.version, num_redone, why, plan, dropped)
-        reconfigure = self._enter(placement, standing.version, recovery, membership.leaving, stops, anew=anew)
-        if stops:
-            return [reconfigure, *([begun] if kinds else []), Save(standing.version, epoch, stops)]
-        actions = [reconfigure, begun, *self._release(membership.leaving)]
-        if self._reshard is not None and not plan.copies:
-            # All replicas are there, but not all primaries are on the workers that the target wants. Primaries are
-            # handed over between two steps, which takes one more change.
-            actions += self._begin(after=self._next_boundary())
-        return actions
+        return EpochBegun(placement, kinds, reasons, standing.version, num_redone, why, plan, dropped)
+
+    def _hand_over_primaries(self, plan: ReshardPlan) -> list[ProtocolAction]:
+        """Begin one more change, if all replicas are there, but not all primaries where the target wants them.
+
+        Primaries are handed over between two steps.
+        """
+        return self._begin(after=self._next_boundary()) if self._reshard is not None and not plan.copies else []
 
     def _begins_anew(self, standing: _Standing, is_begun: bool) -> bool:
         """True if what was computed of the step under way is given up, and the step begins anew (V5)."""
