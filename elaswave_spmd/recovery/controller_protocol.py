@@ -191,7 +191,7 @@ class _Pending:
         newcomers: workers that are ready and not members yet, in the order in which they became ready.
         caught_up: learners that have reported that they have all of their state.
         damaged: rank -> page ranges of which this member's replica is wrong or was given up.
-        recovered: members to which the others send again whatever they had sent before. These are members that have
+        resend_to: members to which the others send again whatever they had sent before. These are members that have
             given up state; members that have lost everything about undecided steps, as their device failed and was
             reset; or, after a standstill, all members.
         relinked: the two ends of a link that broke and is opened again -> reason.
@@ -205,7 +205,7 @@ class _Pending:
     newcomers: list[int] = field(default_factory=list)
     caught_up: set[int] = field(default_factory=set)
     damaged: dict[int, set[PageRange]] = field(default_factory=dict)
-    recovered: set[int] = field(default_factory=set)
+    resend_to: set[int] = field(default_factory=set)
     relinked: dict[frozenset[int], str] = field(default_factory=dict)
     is_suspect: bool = False
     repairs: bool = False
@@ -695,10 +695,10 @@ class ControllerProtocol:
     def send_again(self) -> list[ProtocolAction]:
         """All members wait for messages and none comes, though no worker is lost and no link is broken.
 
-        Any message between two of them may be the one that is missing. So all members are listed as `recovered`, to be
+        Any message between two of them may be the one that is missing. So all members are listed in `resend_to`, to be
         sent everything again, and this is handled as a loss in which no worker is lost.
         """
-        self._pending.recovered.update(self.members)
+        self._pending.resend_to.update(self.members)
         return self._begin(after=AT_ONCE)
 
     def missed(self, ends: frozenset[int]) -> None:
@@ -767,7 +767,7 @@ class ControllerProtocol:
             return []
         self._pending.repairs |= bool(message.page_ranges) and not message.reason
         self._pending.damaged.setdefault(message.rank, set()).update(message.page_ranges)
-        self._pending.recovered.add(message.rank)
+        self._pending.resend_to.add(message.rank)
         return self._begin(after=AT_ONCE)
 
     def report_received(self, message: StepReport) -> list[ProtocolAction]:
@@ -1134,7 +1134,7 @@ class ControllerProtocol:
         # losses, may be lost.
         again = version and not self._saving and self._spec.validates_at(version) and self._validated < version
         validate = version if again else None
-        recovered = tuple(sorted(self._pending.recovered & {*self.placement.mesh.members}))
+        resend_to = tuple(sorted(self._pending.resend_to & {*self.placement.mesh.members}))
         placed, split_layers = Assignment.of(self.placement), ()
         if self.split is not None:
             placed = self._assigner.limited(self.placement, self.split)
@@ -1152,7 +1152,7 @@ class ControllerProtocol:
             recovery_plan=recovery,
             validate=validate,
             save=bool(self._saving),
-            recovered=recovered,
+            resend_to=resend_to,
             attempt=self._attempt,
             repair=self._repair,
             split_layers=split_layers,

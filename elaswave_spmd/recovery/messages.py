@@ -566,8 +566,8 @@ class Reconfigure(Message, frozen=True):
         validate: the version that the receivers have to validate, as the controller does not have all of its losses;
             None if it has. A run that resumes at a validated step validates it again.
         save: True if the run is about to stop: write the state of `version`, and begin no other step.
-        recovered: members that have given up state, or that have lost everything they had of undecided steps, as their
-            device failed and was reset. The others send them again what they had sent before.
+        resend_to: members to which all others send again what they had sent: they have given up state, or lost all of
+            undecided steps as their device was reset, or the run stood still (then all members).
         attempt: the attempt of the steps after `version`. What was computed of them in older attempts is given up.
         repair: the newest attempt that began because a replica was, or may have been, wrong; 0 if none did. In that
             attempt, published parameters and state received by learners are given up as well, as they may have come
@@ -595,7 +595,7 @@ class Reconfigure(Message, frozen=True):
     recovery_plan: tuple[Recompute, ...] | None = None
     validate: int | None = None
     save: bool = False
-    recovered: tuple[int, ...] = ()
+    resend_to: tuple[int, ...] = ()
     attempt: int = 0
     repair: int = 0
     split_layers: tuple[int, ...] = ()
