@@ -195,7 +195,7 @@ class _Pending:
             given up state; members that have lost everything about undecided steps, as their device failed and was
             reset; or, after a standstill, all members.
         relinked: the two ends of a link that broke and is opened again -> reason.
-        is_suspect: two workers have computed different results in the step under way.
+        results_differ: two workers have computed different results in the step under way.
         repairs: a replica was found to be wrong: replicas differ, or the memory of one has changed by itself. Its
             worker is in `lost` or `damaged`, and whatever other members got from that replica is given up.
     """
@@ -207,7 +207,7 @@ class _Pending:
     damaged: dict[int, set[PageRange]] = field(default_factory=dict)
     resend_to: set[int] = field(default_factory=set)
     relinked: dict[frozenset[int], str] = field(default_factory=dict)
-    is_suspect: bool = False
+    results_differ: bool = False
     repairs: bool = False
 
     def after(self, leavers: Collection[int]) -> _Pending:
@@ -622,9 +622,9 @@ class ControllerProtocol:
 
         Called after a controller came back: what the one before had found out about the two results is lost with it.
         """
-        if self._pending.is_suspect:
+        if self._pending.results_differ:
             return []
-        self._pending.is_suspect = True
+        self._pending.results_differ = True
         return self._begin(after=AT_ONCE)
 
     def begin_generation(self, before: Predecessor) -> list[ProtocolAction]:
@@ -734,13 +734,16 @@ class ControllerProtocol:
         self._goal = goal
         return self._begin(after=self._next_boundary())
 
-    def suspect(self) -> None:
+    def note_difference(self) -> None:
         """Two workers have computed different results: the next mesh epoch begins another attempt of the step."""
-        self._pending.is_suspect = True
+        self._pending.results_differ = True
 
-    def trust(self) -> None:
-        """Withdraw `suspect`: the step goes on with what was computed, right or not (`verify.action=report`)."""
-        self._pending.is_suspect = False
+    def accept_results(self) -> None:
+        """Withdraw `note_difference`: the step goes on with what was computed, right or not.
+
+        That is so with `verify.action=report`.
+        """
+        self._pending.results_differ = False
 
     def repair(self, wrong: Mapping[int, Collection[PageRange]]) -> list[ProtocolAction]:
         """Replicas were compared and differ. The workers of the wrong ones become learners of these pages.
@@ -944,7 +947,7 @@ class ControllerProtocol:
         if standing.ahead and self._policy.compares_at(standing.version):
             return True
         return is_behind_attempt or begins_anew(
-            self._checks.rate, is_begun=is_begun, is_suspect=self._pending.is_suspect
+            self._checks.rate, is_begun=is_begun, results_differ=self._pending.results_differ
         )
 
     def _num_checks(self, step: int) -> int:

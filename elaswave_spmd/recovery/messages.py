@@ -1077,8 +1077,8 @@ class Adopted(Message, frozen=True):
         damaged: its reports of state that it has given up since it entered its mesh epoch.
         closed: members to which its link is closed.
         leaves: True if it has got SIGTERM.
-        is_suspect: True if its results in the step under way differ from those of another worker, so that it does not
-            vote for the step.
+        results_differ: True if its results in the step under way differ from those of another worker, so that it does
+            not vote for the step.
         caught_up: True if it has the state of all pages that it learns in that epoch, and has reported so (CaughtUp).
         checked: its report of the check of the model, from which the controller knows what layers keep, and which can
             run their backward in two parts; None if there was no check.
@@ -1095,7 +1095,7 @@ class Adopted(Message, frozen=True):
     damaged: tuple[Damaged, ...] = ()
     closed: tuple[int, ...] = ()
     leaves: bool = False
-    is_suspect: bool = False
+    results_differ: bool = False
     caught_up: bool = False
     checked: Checked | None = None
 

@@ -485,7 +485,7 @@ class Executor:
             version=self.version,
             applied=tuple(reports.applied),
             damaged=tuple(reports.damaged),
-            is_suspect=reports.is_suspect(self.version),
+            results_differ=reports.results_differ(self.version),
             caught_up=self.replica.has_caught_up_in(facts.epoch),
         )
         self._context.channel.send(CONTROLLER, answer)
