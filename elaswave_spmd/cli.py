@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and the ends of lines
-_TRAINING = ("agent", "demo")  # of the commands but `train`
+# They train: an OSError that nothing answers is a mistake of ours, and not about a file of the user's.
+_KEEP_TRACEBACKS = ("agent", "demo")
 FIRST_LINE = "elaswave_spmd: preparing ..."
 _USAGE = """usage: {program} train [name=value ...]     train a model; {program} train --help shows the settings
 
@@ -133,7 +134,7 @@ def _command(command: str, program: str) -> int:
         if command not in commands:
             raise _unknown(command, ["train", *commands], program)
         del sys.argv[1]
-        with _files_of_others(command) if command not in _TRAINING else contextlib.nullcontext():
+        with _files_of_others(command) if command not in _KEEP_TRACEBACKS else contextlib.nullcontext():
             return commands[command](program)
 
 

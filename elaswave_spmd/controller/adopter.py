@@ -410,7 +410,7 @@ class Adopter:
         actions: list[Action] = []
         for report in answer.damaged:
             actions += self._protocol.damaged(report)
-        if answer.is_suspect:
+        if answer.results_differ:
             actions += self._protocol.attempt_again()
         for peer in answer.closed:
             if peer in answers:

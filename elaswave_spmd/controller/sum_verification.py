@@ -130,7 +130,7 @@ class SumVerifier:
             return []
         makers = adders_of(placement, self._layout.uses_of(pages.layer, pages.first)) | {pages.primary}
         question = _Question(message.step, pages, message.rank, difference, message.checked, makers)
-        self._protocol.suspect()
+        self._protocol.note_difference()
         ranks = (*sorted({message.owner, message.rank}), *self._more(question))
         return [self._record_difference(question), *self._ask(question, ranks)]
 
@@ -178,7 +178,7 @@ class SumVerifier:
         if found is not None and found.wrong:
             follows = self._verdicts.found(self._case(question, found), found.wrong)
             if self._questions:
-                self._protocol.suspect()  # others are still open
+                self._protocol.note_difference()  # others are still open
             return follows
         disputed = found.disputed if found is not None else (question.pages.primary, question.checker)
         return self._verdicts.not_found(self._case(question, found), disputed)

@@ -85,7 +85,7 @@ class Verdicts:
             return []
         records: list[Action] = [self._record(case, rank) for rank in wrong]
         if self._action == "report":
-            self._protocol.trust()
+            self._protocol.accept_results()
             return [*records, case.accept]
         if self._action == "stop":
             what = f"{named_workers(wrong)} computed wrongly: {case}"

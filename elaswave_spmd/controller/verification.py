@@ -95,7 +95,7 @@ class Verifier:
             return []
         first = {message.rank: message.checked, message.owner: message.owned}
         question = _Question(message.step, pair, difference, first, judges(pair, self._members_of(pair.stage)))
-        self._protocol.suspect()
+        self._protocol.note_difference()
         follows = self._ask(question, question.asked) if question.asked else self._decide(question)
         return [self._record_difference(question), *follows]
 
@@ -151,7 +151,7 @@ class Verifier:
             return self._verdicts.not_found(self._case(question), {pair.owner, pair.checker})
         follows = self._verdicts.found(self._case(question), wrong)
         if self._questions:
-            self._protocol.suspect()  # other questions about this step are still open
+            self._protocol.note_difference()  # other questions about this step are still open
         return follows
 
     def _case(self, question: _Question) -> Case:

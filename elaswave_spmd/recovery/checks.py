@@ -97,7 +97,7 @@ class CheckDraw:
         return chosen[np.argsort(drawn[chosen], kind="stable")].tolist(), int(drawn[-1])
 
 
-def begins_anew(rate: float, *, is_begun: bool, is_suspect: bool) -> bool:
+def begins_anew(rate: float, *, is_begun: bool, results_differ: bool) -> bool:
     """True if the step during which the mesh changes has to begin anew, in another attempt.
 
     It has to if two results differ, as a wrong value may have been added to sums and passed on. At rate 1 it always
@@ -107,9 +107,9 @@ def begins_anew(rate: float, *, is_begun: bool, is_suspect: bool) -> bool:
     Args:
         rate: the probability with which a pair is checked.
         is_begun: True if a worker has, or may have, computed something of the step.
-        is_suspect: True if two workers have computed different results in it.
+        results_differ: True if two workers have computed different results in it.
     """
-    return is_begun and rate > 0 and (is_suspect or rate >= 1)
+    return is_begun and rate > 0 and (results_differ or rate >= 1)
 
 
 # ---- a difference

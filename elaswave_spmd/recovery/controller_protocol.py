@@ -191,11 +191,11 @@ class _Pending:
         newcomers: workers that are ready and not members yet, in the order in which they became ready.
         caught_up: learners that have reported that they have all of their state.
         damaged: rank -> page ranges of which this member's replica is wrong or was given up.
-        recovered: members to which the others send again whatever they had sent before. These are members that have
+        resend_to: members to which the others send again whatever they had sent before. These are members that have
             given up state; members that have lost everything about undecided steps, as their device failed and was
             reset; or, after a standstill, all members.
         relinked: the two ends of a link that broke and is opened again -> reason.
-        is_suspect: two workers have computed different results in the step under way.
+        results_differ: two workers have computed different results in the step under way.
         repairs: a replica was found to be wrong: replicas differ, or the memory of one has changed by itself. Its
             worker is in `lost` or `damaged`, and whatever other members got from that replica is given up.
     """
@@ -205,9 +205,9 @@ class _Pending:
     newcomers: list[int] = field(default_factory=list)
     caught_up: set[int] = field(default_factory=set)
     damaged: dict[int, set[PageRange]] = field(default_factory=dict)
-    recovered: set[int] = field(default_factory=set)
+    resend_to: set[int] = field(default_factory=set)
     relinked: dict[frozenset[int], str] = field(default_factory=dict)
-    is_suspect: bool = False
+    results_differ: bool = False
     repairs: bool = False
 
     def after(self, leavers: Collection[int]) -> _Pending:
@@ -275,6 +275,23 @@ class _Membership:
     newcomers: Sequence[int]
     removed: Mapping[int, str]
     is_unchanged: bool
+
+
+@dataclass(frozen=True)
+class _Outlook:
+    """What becomes of the run and of the step under way.
+
+    Args:
+        stops: why the run stops at the members' version, in words; empty if it goes on.
+        is_begun: True if the step under way may have been begun by anybody.
+        is_in_doubt: True if members may have parameters or state that came from a wrong replica.
+        anew: True if what was computed of the step under way is given up, and the step begins anew.
+    """
+
+    stops: str
+    is_begun: bool
+    is_in_doubt: bool
+    anew: bool
 
 
 @dataclass(frozen=True)
@@ -605,9 +622,9 @@ class ControllerProtocol:
 
         Called after a controller came back: what the one before had found out about the two results is lost with it.
         """
-        if self._pending.is_suspect:
+        if self._pending.results_differ:
             return []
-        self._pending.is_suspect = True
+        self._pending.results_differ = True
         return self._begin(after=AT_ONCE)
 
     def begin_generation(self, before: Predecessor) -> list[ProtocolAction]:
@@ -678,10 +695,10 @@ class ControllerProtocol:
     def send_again(self) -> list[ProtocolAction]:
         """All members wait for messages and none comes, though no worker is lost and no link is broken.
 
-        Any message between two of them may be the one that is missing. So all members are listed as `recovered`, to be
+        Any message between two of them may be the one that is missing. So all members are listed in `resend_to`, to be
         sent everything again, and this is handled as a loss in which no worker is lost.
         """
-        self._pending.recovered.update(self.members)
+        self._pending.resend_to.update(self.members)
         return self._begin(after=AT_ONCE)
 
     def missed(self, ends: frozenset[int]) -> None:
@@ -717,13 +734,16 @@ class ControllerProtocol:
         self._goal = goal
         return self._begin(after=self._next_boundary())
 
-    def suspect(self) -> None:
+    def note_difference(self) -> None:
         """Two workers have computed different results: the next mesh epoch begins another attempt of the step."""
-        self._pending.is_suspect = True
+        self._pending.results_differ = True
 
-    def trust(self) -> None:
-        """Withdraw `suspect`: the step goes on with what was computed, right or not (`verify.action=report`)."""
-        self._pending.is_suspect = False
+    def accept_results(self) -> None:
+        """Withdraw `note_difference`: the step goes on with what was computed, right or not.
+
+        That is so with `verify.action=report`.
+        """
+        self._pending.results_differ = False
 
     def repair(self, wrong: Mapping[int, Collection[PageRange]]) -> list[ProtocolAction]:
         """Replicas were compared and differ. The workers of the wrong ones become learners of these pages.
@@ -750,7 +770,7 @@ class ControllerProtocol:
             return []
         self._pending.repairs |= bool(message.page_ranges) and not message.reason
         self._pending.damaged.setdefault(message.rank, set()).update(message.page_ranges)
-        self._pending.recovered.add(message.rank)
+        self._pending.resend_to.add(message.rank)
         return self._begin(after=AT_ONCE)
 
     def report_received(self, message: StepReport) -> list[ProtocolAction]:
@@ -812,67 +832,106 @@ class ControllerProtocol:
     def _finish_change(self) -> list[ProtocolAction]:
         """All living members have answered: decide the new epoch, and send each of its members a Reconfigure.
 
-        In this order: who is a member, whether all state is still there, where everything runs, which state is copied,
-        and what of the step under way is computed again.
+        In this order:
+
+        1. Does the run stop at this version, and does the step under way begin anew? Both need the state of `version`
+           itself, so learners that are ahead of it give theirs up.
+        2. Who is a member, and is all state still there? If not: Unrecoverable.
+        3. Where everything runs; the numbers of attempt and repair; whether a goal still holds.
+        4. Which state is copied, and what of the step is computed again (nothing if the run stops).
+        5. The epoch is entered, which drops the pending events: counts for the log come before.
         """
         assert self._change is not None
         epoch, standing = self._change.epoch, _Standing.from_reports(self._change.reports)
-        stops = self._why_stop(standing.version)
-        # If members are lost, the step counts as begun even if no living member has anything of it: messages that a
-        # lost member had sent may still arrive.
-        is_begun = not standing.is_between_steps or bool(self._pending.lost)
-        is_in_doubt = self._is_in_doubt(standing.version)
-        anew = is_in_doubt or self._begins_anew(standing, is_begun)
-        # To save the state, or to begin the step anew, the state of `version` is needed. Learners that have the state
-        # of `version` + 1 give it up, and those of whose state the version is not known do not become replicas.
+        # 1. Those of whose state the version is not known (`late`) do not become replicas then.
+        outlook = self._outlook(standing)
+        stops, anew = outlook.stops, outlook.anew
         ahead = standing.ahead if stops or anew else {}
         if stops or anew:
             self._pending.caught_up -= self._change.late
-        if ahead and (after := self._ahead_everywhere(standing.version)):
-            what = "nothing can be saved" if stops else "it cannot begin anew"
-            what = f"all workers that had applied step {standing.version + 1} are lost, and {what}: of {len(after)}"
-            return [Unrecoverable(after, f"{what} page ranges nothing but the state after it is left")]
+        # 2. The plan of promotions alone moves no state. It shows whether every page has a replica left.
         membership = self._next_membership(standing.version, ahead, joins=not stops)
-        # A plan of promotions alone, which moves no state. It shows whether every page has a replica left.
         promoted = plan_reshard(self.layout, membership.replicas, lost=membership.removed)
-        if lost := (*membership.without_replica, *promoted.lost):
-            return [Unrecoverable(lost, f"all replicas of {len(lost)} page ranges are lost")]
-        if stops and not standing.version:
-            return [Unrecoverable((), f"{stops}, and no step is applied yet")]
+        if (end := self._unrecoverable(standing, outlook, (*membership.without_replica, *promoted.lost))) is not None:
+            return [end]
+        # 3. The goal was planned for the members of before.
         placement = self._next_placement(epoch, membership)
-        if anew:
-            self._attempt = epoch
-        if is_in_doubt:
-            self._repair = epoch
-        kinds, reasons = reconfiguration.membership_changes(
-            self._pending.lost, membership.leaving, membership.newcomers, self._pending.relinked
-        )
+        self._attempt = epoch if anew else self._attempt
+        self._repair = epoch if outlook.is_in_doubt else self._repair
         if stops or not membership.is_unchanged:
-            self._goal = None  # the goal was planned for the members of before
+            self._goal = None
         why = self._goal.why if self._goal else ""
+        # 4. A goal whose copies are all there is reached here.
         if stops:
             placement, plan, recovery = replace(placement, replicas=promoted.during), promoted, ()
         else:
             placement, plan = self._with_state(placement, membership, standing, promoted)
             of_all = standing.all_at_version
             recovery = whole_step(placement, of_all) if anew else self._recovery_plan(placement, standing)
-        if anew:
+        # 5. The log is told of the events that are dropped here.
+        begun = self._begun(placement, standing, outlook, membership, plan, recovery, why)
+        reconfigure = self._enter(placement, standing.version, recovery, membership.leaving, stops, anew=anew)
+        if stops:
+            return [reconfigure, *([begun] if begun.kinds else []), Save(standing.version, epoch, stops)]
+        return [reconfigure, begun, *self._release(membership.leaving), *self._hand_over_primaries(plan)]
+
+    def _outlook(self, standing: _Standing) -> _Outlook:
+        """Decide whether the run stops, and whether the step under way begins anew."""
+        # If members are lost, the step counts as begun even if no living member has anything of it: messages that a
+        # lost member had sent may still arrive.
+        is_begun = not standing.is_between_steps or bool(self._pending.lost)
+        is_in_doubt = self._is_in_doubt(standing.version)
+        anew = is_in_doubt or self._begins_anew(standing, is_begun)
+        return _Outlook(self._why_stop(standing.version), is_begun, is_in_doubt, anew)
+
+    def _unrecoverable(
+        self, standing: _Standing, outlook: _Outlook, lost: tuple[ReplicaSet, ...]
+    ) -> Unrecoverable | None:
+        """Why the run cannot go on, or be saved, with the state that is left; None if it can.
+
+        Args:
+            lost: the page ranges without a replica of the state that is needed.
+        """
+        needs_version = outlook.stops or outlook.anew
+        if needs_version and standing.ahead and (after := self._ahead_everywhere(standing.version)):
+            what = "nothing can be saved" if outlook.stops else "it cannot begin anew"
+            what = f"all workers that had applied step {standing.version + 1} are lost, and {what}: of {len(after)}"
+            return Unrecoverable(after, f"{what} page ranges nothing but the state after it is left")
+        if lost:
+            return Unrecoverable(lost, f"all replicas of {len(lost)} page ranges are lost")
+        if outlook.stops and not standing.version:
+            return Unrecoverable((), f"{outlook.stops}, and no step is applied yet")
+        return None
+
+    def _begun(
+        self,
+        placement: Placement,
+        standing: _Standing,
+        outlook: _Outlook,
+        membership: _Membership,
+        plan: ReshardPlan,
+        recovery: tuple[Recompute, ...] | None,
+        why: str,
+    ) -> EpochBegun:
+        """What the log is told of the new epoch. The present epoch is still the old one, with its pending events."""
+        kinds, reasons = reconfiguration.membership_changes(
+            self._pending.lost, membership.leaving, membership.newcomers, self._pending.relinked
+        )
+        if outlook.anew:
             num_redone = sum(len(part.computed) for part in standing.partial_steps.values() if part is not None)
         else:
             num_redone = reconfiguration.num_recomputed(recovery, standing.partial_steps, self.placement)
-        goes_on = is_begun and not anew and not stops
+        goes_on = outlook.is_begun and not outlook.anew and not outlook.stops
         # A partial-step recovery drops the step's checks that are not complete (V6).
         dropped = self._num_checks(standing.version + 1) if goes_on else 0
-        begun = EpochBegun(placement, kinds, reasons, standing.version, num_redone, why, plan, dropped)
-        reconfigure = self._enter(placement, standing.version, recovery, membership.leaving, stops, anew=anew)
-        if stops:
-            return [reconfigure, *([begun] if kinds else []), Save(standing.version, epoch, stops)]
-        actions = [reconfigure, begun, *self._release(membership.leaving)]
-        if self._reshard is not None and not plan.copies:
-            # All replicas are there, but not all primaries are on the workers that the target wants. Primaries are
-            # handed over between two steps, which takes one more change.
-            actions += self._begin(after=self._next_boundary())
-        return actions
+        return EpochBegun(placement, kinds, reasons, standing.version, num_redone, why, plan, dropped)
+
+    def _hand_over_primaries(self, plan: ReshardPlan) -> list[ProtocolAction]:
+        """Begin one more change, if all replicas are there, but not all primaries where the target wants them.
+
+        Primaries are handed over between two steps.
+        """
+        return self._begin(after=self._next_boundary()) if self._reshard is not None and not plan.copies else []
 
     def _begins_anew(self, standing: _Standing, is_begun: bool) -> bool:
         """True if what was computed of the step under way is given up, and the step begins anew (V5)."""
@@ -888,7 +947,7 @@ class ControllerProtocol:
         if standing.ahead and self._policy.compares_at(standing.version):
             return True
         return is_behind_attempt or begins_anew(
-            self._checks.rate, is_begun=is_begun, is_suspect=self._pending.is_suspect
+            self._checks.rate, is_begun=is_begun, results_differ=self._pending.results_differ
         )
 
     def _num_checks(self, step: int) -> int:
@@ -1078,7 +1137,7 @@ class ControllerProtocol:
         # losses, may be lost.
         again = version and not self._saving and self._spec.validates_at(version) and self._validated < version
         validate = version if again else None
-        recovered = tuple(sorted(self._pending.recovered & {*self.placement.mesh.members}))
+        resend_to = tuple(sorted(self._pending.resend_to & {*self.placement.mesh.members}))
         placed, split_layers = Assignment.of(self.placement), ()
         if self.split is not None:
             placed = self._assigner.limited(self.placement, self.split)
@@ -1096,7 +1155,7 @@ class ControllerProtocol:
             recovery_plan=recovery,
             validate=validate,
             save=bool(self._saving),
-            recovered=recovered,
+            resend_to=resend_to,
             attempt=self._attempt,
             repair=self._repair,
             split_layers=split_layers,

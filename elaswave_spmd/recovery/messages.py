@@ -566,8 +566,8 @@ class Reconfigure(Message, frozen=True):
         validate: the version that the receivers have to validate, as the controller does not have all of its losses;
             None if it has. A run that resumes at a validated step validates it again.
         save: True if the run is about to stop: write the state of `version`, and begin no other step.
-        recovered: members that have given up state, or that have lost everything they had of undecided steps, as their
-            device failed and was reset. The others send them again what they had sent before.
+        resend_to: members to which all others send again what they had sent: they have given up state, or lost all of
+            undecided steps as their device was reset, or the run stood still (then all members).
         attempt: the attempt of the steps after `version`. What was computed of them in older attempts is given up.
         repair: the newest attempt that began because a replica was, or may have been, wrong; 0 if none did. In that
             attempt, published parameters and state received by learners are given up as well, as they may have come
@@ -595,7 +595,7 @@ class Reconfigure(Message, frozen=True):
     recovery_plan: tuple[Recompute, ...] | None = None
     validate: int | None = None
     save: bool = False
-    recovered: tuple[int, ...] = ()
+    resend_to: tuple[int, ...] = ()
     attempt: int = 0
     repair: int = 0
     split_layers: tuple[int, ...] = ()
@@ -1077,8 +1077,8 @@ class Adopted(Message, frozen=True):
         damaged: its reports of state that it has given up since it entered its mesh epoch.
         closed: members to which its link is closed.
         leaves: True if it has got SIGTERM.
-        is_suspect: True if its results in the step under way differ from those of another worker, so that it does not
-            vote for the step.
+        results_differ: True if its results in the step under way differ from those of another worker, so that it does
+            not vote for the step.
         caught_up: True if it has the state of all pages that it learns in that epoch, and has reported so (CaughtUp).
         checked: its report of the check of the model, from which the controller knows what layers keep, and which can
             run their backward in two parts; None if there was no check.
@@ -1095,7 +1095,7 @@ class Adopted(Message, frozen=True):
     damaged: tuple[Damaged, ...] = ()
     closed: tuple[int, ...] = ()
     leaves: bool = False
-    is_suspect: bool = False
+    results_differ: bool = False
     caught_up: bool = False
     checked: Checked | None = None
 

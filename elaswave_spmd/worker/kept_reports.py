@@ -44,7 +44,7 @@ class KeptReports:
         elif isinstance(message, m.ChecksDiffer | m.SumsDiffer):
             self._differ = max(self._differ, message.step)
 
-    def is_suspect(self, version: int) -> bool:
+    def results_differ(self, version: int) -> bool:
         """True if results differed in the step after this version, so that it waits for the controller's decision."""
         return self._differ > version
 

@@ -73,7 +73,7 @@ class Executor:
         self.configuration: Configuration
         """The configuration that was entered last."""
         self._next: Configuration | None = None  # the configuration that has arrived and is not entered yet
-        self._recovered: set[int] = set()  # members that may have lost what was sent to them; they get it again
+        self._resend_to: set[int] = set()  # members that may have lost what was sent to them; they get it again
         self._has_missed = False  # other members may have entered a configuration that this worker did not enter
         self._prepare: m.Prepare | None = None  # a planned change that is still to be answered, between two steps
         self._validation_due: int | None = None  # the version to validate next
@@ -324,10 +324,10 @@ class Executor:
         step.
         """
         self.replica.background.finish()  # background copies refer to the buffers of the present configuration
-        for rank in self._recovered - {self.rank}:
+        for rank in self._resend_to - {self.rank}:
             # This member may have lost what it was sent. As after a lost link (C11), it is sent again.
             self.commit.handle(rank, m.LinkClosed(self.rank, rank), None)
-        self._recovered.clear()
+        self._resend_to.clear()
         another = configuration.attempt > self._attempts.number
         if another:
             self._steps.forget_beyond(configuration.version)
@@ -485,7 +485,7 @@ class Executor:
             version=self.version,
             applied=tuple(reports.applied),
             damaged=tuple(reports.damaged),
-            is_suspect=reports.is_suspect(self.version),
+            results_differ=reports.results_differ(self.version),
             caught_up=self.replica.has_caught_up_in(facts.epoch),
         )
         self._context.channel.send(CONTROLLER, answer)
@@ -508,8 +508,8 @@ class Executor:
 
     def _reconfigure(self, message: m.Reconfigure) -> None:
         """Note a new configuration. It is entered at the next wait, or after the action that is running."""
-        # Even if this Reconfigure is skipped: a later one does not name the recovered members again.
-        self._recovered.update(message.recovered)
+        # Even if this Reconfigure is skipped: a later one does not name these members again.
+        self._resend_to.update(message.resend_to)
         device_recovery = self._context.hooks.device_recovery
         if device_recovery is not None and not device_recovery.accepts(message):
             self._has_missed = True

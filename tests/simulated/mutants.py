@@ -335,7 +335,7 @@ def _votes_before_sums() -> Patches:
 
 def _recovers_what_was_not_checked() -> Patches:
     """At rate 1 a step is recovered in part that a loss meets, and what was not checked of it by then never is."""
-    return {(controller_protocol, "begins_anew"): lambda rate, *, is_begun, is_suspect: is_begun and is_suspect}
+    return {(controller_protocol, "begins_anew"): lambda rate, *, is_begun, results_differ: is_begun and results_differ}
 
 
 def _blames_the_checker() -> Patches:

@@ -1,6 +1,7 @@
 """Every kind of event at every point of a step on every mesh: the bits of the undisturbed run.
 
-A ZeRO level has a third of the points of a mesh and kind, and the next two have the others.
+On a mesh a ZeRO level has a third of the points, and the next two levels have the others; the next mesh begins with
+another third. So over all meshes each level has all points.
 """
 
 from __future__ import annotations
@@ -50,6 +51,13 @@ def passed(mesh: str, zero: int) -> Counter[tuple[int, int, FaultPoint]]:
     return cluster.passed
 
 
+def points_of(mesh: str, zero: int) -> dict[int, FaultPoint]:
+    """The points of a step at which something happens on this mesh with this ZeRO level, by their order in a step."""
+    points = [point for point in FaultPoint if point not in OF_SPLIT_BACKWARDS]
+    first = (zero + list(SIZES).index(mesh)) % 3
+    return dict(list(enumerate(points))[first::3])
+
+
 def drawn_fault(draw: random.Random, mesh: str, zero: int, kind: str, point: FaultPoint) -> Fault:
     """A fault at a passage of this point that there is: the first or the second one of a worker in a step."""
     times = passed(mesh, zero)
@@ -58,14 +66,20 @@ def drawn_fault(draw: random.Random, mesh: str, zero: int, kind: str, point: Fau
     return Fault(step, kind, rank, point.value, draw.randint(1, min(2, times[step, rank, point])))
 
 
+def test_each_zero_level_meets_each_point_and_so_does_each_mesh() -> None:
+    cases = [(mesh, zero, point) for mesh in SIZES for zero in range(4) for point in points_of(mesh, zero).values()]
+    points = set(FaultPoint) - set(OF_SPLIT_BACKWARDS)
+    assert {(zero, point) for _, zero, point in cases} == {(zero, point) for zero in range(4) for point in points}
+    assert {(mesh, point) for mesh, _, point in cases} == {(mesh, point) for mesh in SIZES for point in points}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("mesh", SIZES)
 @one_thread()
 def test_no_event_at_no_point_changes_a_bit(mesh: str, zero: int, kind: str) -> None:
     wanted = expected(RUN)
-    points = [point for point in FaultPoint if point not in OF_SPLIT_BACKWARDS]
-    for order, point in list(enumerate(points))[zero % 3 :: 3]:
+    for order, point in points_of(mesh, zero).items():
         draw = random.Random(f"{mesh} {zero} {kind} {point.value}")
         fault = drawn_fault(draw, mesh, zero, kind, point)
         cluster = MirroredCluster(RUN, mesh, zero, seed=order, faults=[fault])

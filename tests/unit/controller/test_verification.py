@@ -99,9 +99,9 @@ def test_with_report_the_step_is_trusted_when_all_questions_are_answered() -> No
     one, other = run.draw.pairs(1, 0, run.protocol.placement)[:2]
     (judge_of_one,), (judge_of_other,) = asked(run.differ(1, one)), asked(run.differ(1, other))
     run.answers(1, one, judge_of_one, RIGHT)
-    assert run.protocol._pending.is_suspect, "the other one is open"
+    assert run.protocol._pending.results_differ, "the other one is open"
     run.answers(1, other, judge_of_other, RIGHT)
-    assert not run.protocol._pending.is_suspect
+    assert not run.protocol._pending.results_differ
 
 
 def test_an_answer_that_comes_twice_is_one_answer() -> None:
@@ -159,7 +159,7 @@ def test_results_of_what_nobody_checks_are_ignored(change: dict[str, Any]) -> No
     if change.get("owned") == "other layers":
         fields["checked"] = run.rows(1, RIGHT)
     assert run.verifier.differ(msgspec.structs.replace(whole, **fields)) == []
-    assert not run.protocol._pending.is_suspect
+    assert not run.protocol._pending.results_differ
     assert asked(run.verifier.differ(whole)), "as it is it counts"
 
 

@@ -58,7 +58,7 @@ def drawn(draw: random.Random, epoch: int) -> Reconfigure:
         recovery_plan=draw.choice((None, lines)),
         validate=draw.choice((None, 7)),
         save=draw.random() < 0.2,
-        recovered=tuple(ranks[: draw.randint(0, 2)]),
+        resend_to=tuple(ranks[: draw.randint(0, 2)]),
         attempt=draw.choice((0, epoch)),
         split_layers=draw.choice(((), (0, 3))),
         in_flight=draw.choice(((), (4,))),

@@ -23,7 +23,7 @@ HELD = PartialStep(4, assigned=(0, 1, 2), computed=(0,))
 def after_a_loss(rate: float, *held: PartialStep, suspect: bool = False) -> Reconfigure:
     protocol = started(checks=CheckDraw(0, rate))
     if suspect:
-        protocol.suspect()
+        protocol.note_difference()
     protocol.lost(1, "killed")
     return reconfigures(answer(protocol, 3, *held))[0]
 
@@ -42,7 +42,7 @@ def test_a_step_that_may_be_wrong_begins_anew(rate: float, suspect: bool) -> Non
 
 def test_the_attempt_lasts_until_the_next_one() -> None:
     protocol = started(2, 2, checks=CheckDraw(0, 0.5))
-    protocol.suspect()
+    protocol.note_difference()
     protocol.lost(1, "it computed wrongly")
     assert reconfigures(answer(protocol, 3, HELD))[0].attempt == 1
     protocol.lost(3, "killed")
@@ -160,7 +160,7 @@ def test_what_came_of_a_wrong_replica_is_dropped_and_what_comes_early_of_the_nex
 def test_a_member_that_has_not_entered_an_attempt_begins_another_one() -> None:
     """Member 2 was in no epoch since the attempt began: what it reports was given up by all others."""
     protocol = started(2, 2, checks=CheckDraw(0, 0.5))
-    protocol.suspect()
+    protocol.note_difference()
     protocol.lost(1, "it computed wrongly")
     assert reconfigures(answer(protocol, 3, HELD))[0].attempt == 1
     protocol.lost(3, "killed")

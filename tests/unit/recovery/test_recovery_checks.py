@@ -204,7 +204,7 @@ def test_one_wrong_worker_among_three_or_more_is_found_whoever_it_is(wrong: int,
 
 
 @pytest.mark.parametrize(
-    ("rate", "is_begun", "is_suspect", "anew"),
+    ("rate", "is_begun", "results_differ", "anew"),
     [
         (0.0, True, False, False),
         (0.01, True, False, False),
@@ -215,6 +215,6 @@ def test_one_wrong_worker_among_three_or_more_is_found_whoever_it_is(wrong: int,
     ],
 )
 def test_a_loss_below_rate_1_does_not_begin_a_step_anew(
-    rate: float, is_begun: bool, is_suspect: bool, anew: bool
+    rate: float, is_begun: bool, results_differ: bool, anew: bool
 ) -> None:
-    assert begins_anew(rate, is_begun=is_begun, is_suspect=is_suspect) is anew
+    assert begins_anew(rate, is_begun=is_begun, results_differ=results_differ) is anew

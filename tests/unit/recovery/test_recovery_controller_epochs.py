@@ -406,22 +406,22 @@ def test_a_worker_that_lost_what_it_had_is_named_in_the_next_place_alone(runs: o
     effects = protocol.damaged(Damaged(1, 0, 4, own if runs == "all" else (), "UCE ERROR"))
     assert {p.after for p in prepares(effects).values()} == {AT_ONCE} and len(prepares(effects)) == 3
     found = reconfigures(answer(protocol, 3))
-    assert {place.recovered for place in found.values()} == {(1,)}
+    assert {place.resend_to for place in found.values()} == {(1,)}
     if runs == "all":
         assert not any(1 in run.replicas for run in replicas_of(protocol) if run.key in own)
     protocol.lost(2, "killed")
-    assert {place.recovered for place in reconfigures(answer(protocol, 3)).values()} == {()}
+    assert {place.resend_to for place in reconfigures(answer(protocol, 3)).values()} == {()}
 
 
 def test_who_forgot_and_is_lost_before_the_place_is_not_named() -> None:
     protocol = started(3)
     protocol.damaged(Damaged(1, 0, 1, (), "FORCE STOP"))
     protocol.lost(1, "killed")
-    assert {place.recovered for place in reconfigures(answer(protocol)).values()} == {()}
+    assert {place.resend_to for place in reconfigures(answer(protocol)).values()} == {()}
 
 
 def test_who_gave_up_damaged_state_is_named_as_well() -> None:
     """It may have learned that state, and be to learn it again from a worker that has sent it."""
     protocol = started(3)
     protocol.damaged(Damaged(1, 0, 1, ()))
-    assert {place.recovered for place in reconfigures(answer(protocol)).values()} == {(1,)}
+    assert {place.resend_to for place in reconfigures(answer(protocol)).values()} == {(1,)}

@@ -39,6 +39,6 @@ def test_damage_and_differences_are_kept_until_the_next_mesh_epoch() -> None:
     reports.keep(m.ChecksDiffer(1, 0, 8, 2, 0, (), ()))
     reports.keep(m.CaughtUp(1, 0))
     assert reports.damaged == [damaged]
-    assert reports.is_suspect(7) and not reports.is_suspect(8), "a step that is decided is settled"
+    assert reports.results_differ(7) and not reports.results_differ(8), "a step that is decided is settled"
     reports.entered()
-    assert not reports.damaged and not reports.is_suspect(7)
+    assert not reports.damaged and not reports.results_differ(7)
