@@ -45,7 +45,14 @@ class Objective:
 
     loss: Loss
     metrics: Metrics | None = None
-    model: nn.Module | None = None
+    model: LayeredModel | None = None
+
+    def own_modules(self) -> list[nn.Module]:
+        """The model and its modules outside its layers, which tell its functions whether it trains."""
+        if self.model is None:
+            return []
+        of_layers = {inner for layer in self.model.layers for inner in layer.modules()}
+        return [module for module in self.model.modules() if module not in of_layers]
 
     @classmethod
     def of(cls, model: LayeredModel) -> Objective:

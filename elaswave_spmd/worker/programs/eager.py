@@ -150,8 +150,7 @@ class StagePrograms:
         self._keyed: Mapping[int, str] = {}  # bound layers that take keys -> text about that in notes on errors
         objective = loss if isinstance(loss, Objective) else Objective(loss)
         self._loss, self._metrics = objective.loss, objective.metrics
-        owner = objective.model
-        self._of_model = [] if owner is None else [module for module in owner.modules() if module.training]
+        self._of_model = [module for module in objective.own_modules() if module.training]
         self._loss_scale = loss_scale
         self._checkpointing = checkpointing
         self._first_trained = first_trained
@@ -637,8 +636,8 @@ class StagePrograms:
     def set_training(self, training: bool) -> None:
         """Switches the model and its modules between training and evaluation mode.
 
-        Modules that the model itself has put into evaluation mode stay there. Layers that were made by a factory are
-        none of the model's modules, and the model is none of the bound layers': so both are switched.
+        Modules that the model itself has put into evaluation mode stay there. Layers that are not bound stay as they
+        are: copies are made of them, also in the middle of a validation.
         """
         for module in (*self._of_model, *self._training):
             module.training = training

@@ -137,6 +137,19 @@ def test_the_loss_of_a_model_knows_whether_it_is_a_validation(
     assert stack.programs.num_compiled == number, "nothing is compiled late"
 
 
+def test_a_layer_that_is_copied_in_a_validation_trains_after_it() -> None:
+    """As one that comes to a worker while it validates."""
+    model = Smoothed()
+    programs = StagePrograms(
+        len(model.layers), loss=Objective.of(model), loss_scale=0.1, checkpointing=False, first_trained=0
+    )
+    programs.bind({}, {})
+    programs.set_training(False)
+    assert not model.training and all(module.training for layer in model.layers for module in layer.modules())
+    programs.set_training(True)
+    assert model.training and not model.calm.training
+
+
 def test_weights_are_added_beside_the_loss() -> None:
     """The loss page has the scaled loss, its weight, and the number of micro-batches that have one."""
     stack, loss = Stack("sentences"), []
