@@ -158,7 +158,12 @@ class Controller:
         self._io = io
         self._log = log
         policy = ReschedulePolicy.from_settings(settings, plan.job.steps)
-        measured = MeasuredCosts(policy.schedule, plan.costs, follows_speeds=policy.schedule.microbatches)
+        measured = MeasuredCosts(
+            policy.schedule,
+            plan.costs,
+            follows_speeds=policy.schedule.microbatches,
+            mirror_count=policy.mirror_count,
+        )
         draw = CheckDraw(plan.job.seed, plan.job.verify_rate)
         came_back = adoption is not None
         self.protocol = _protocol_of(plan, checkpoints.step, measured, draw, log.validations, came_back=came_back)

@@ -12,6 +12,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from elaswave_spmd.conf.schema import AUTO, XLA, ScheduleSettings, Settings
 from elaswave_spmd.controller.actions import Action, PlanChange, Record, WriteCosts
@@ -28,7 +29,7 @@ from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.profiler import SLOWEST, LayerSample, ProfileSmoother
 from elaswave_spmd.scheduling.rebalance import Decision, PlanSettings, Variant, reassign_microbatches
 from elaswave_spmd.scheduling.split_backward import SplitBackward, best_limits, executed, priced
-from elaswave_spmd.scheduling.step_time import Assignment, state_of, step_time
+from elaswave_spmd.scheduling.step_time import Assignment, MemoryTables, memory_of, state_of, step_time
 
 _MOST_DOUBLINGS = 6  # the number of reviews that must ask for a change doubles with each change, at most this often
 _SHORT_STEP_S = 0.05  # seconds; nothing is moved for shorter steps, whose differences are noise (help of settings)
@@ -44,12 +45,16 @@ class MeasuredCosts:
         base: the costs of the layers by estimate or profile, before anything is measured.
         follows_speeds: True if faster workers get more micro-batches (schedule.microbatches); False if all get the
             same number.
+        mirror_count: the number of mirrors of each page, which take memory.
     """
 
-    def __init__(self, settings: ScheduleSettings, base: CostModel, *, follows_speeds: bool) -> None:
+    def __init__(
+        self, settings: ScheduleSettings, base: CostModel, *, follows_speeds: bool, mirror_count: int = 1
+    ) -> None:
         self._settings = settings
         self._base = base
         self._follows_speeds = follows_speeds
+        self._mirror_count = mirror_count
         self._profile = ProfileSmoother(len(base.layers), window=settings.window)
         self._samples: defaultdict[int, list[LayerSample]] = defaultdict(list)
         self._links: dict[int, tuple[float, ...]] = {}  # rank -> latency in seconds, bytes per second
@@ -117,24 +122,38 @@ class MeasuredCosts:
     def assign(
         self, old: Placement, stages: Stages, num_microbatches: int, *, split: SplitBackward | None = None
     ) -> tuple[tuple[int, ...], ...]:
-        """The micro-batches of each worker: as `plan_change` would assign them, where layers stay."""
+        """The micro-batches of each worker: as `plan_change` would assign them, where layers stay.
+
+        Assignments that fit in memory come first, as in plans. What a new number of stages needs is not known here, as
+        its layers are not cut yet.
+        """
         if not self._follows_speeds:
             return assign_evenly(stages, num_microbatches)
-        costs, order, cuts = self.lasting, old.microbatch_order, old.layer_cuts
-        candidates = reassign_microbatches(Assignment.of(old), num_microbatches, stages, costs, self._settings.align)
+        costs, order, cuts = priced(self.lasting, split), old.microbatch_order, old.layer_cuts
+        found = reassign_microbatches(Assignment.of(old), num_microbatches, stages, costs, self._settings.align)
+        candidates = (each.counts for each in found)
+        if len(stages) != len(cuts) - 1:
+            return next(candidates)
         # All members wait for this decision, and on a large mesh it takes long to make other candidates, and to compute
         # the step time of each.
-        if sum(map(len, stages)) > _TIMED_WORKERS or len(stages) != len(cuts) - 1:
-            return next(candidates).counts
-        found = [candidate.counts for candidate in candidates]
-        if len(found) == 1:
-            return found[0]
-        costs = priced(costs, split)
-
-        def seconds(counts: tuple[tuple[int, ...], ...]) -> float:
-            return step_time(executed(Assignment(stages, cuts, counts, order), split), costs).seconds
-
-        return min(found, key=seconds)
+        is_large = sum(map(len, stages)) > _TIMED_WORKERS
+        by_counts = {
+            counts: executed(Assignment(stages, cuts, counts, order), split)
+            for counts in islice(candidates, 1 if is_large else None)
+        }
+        if self._settings.memory_limit is not None:
+            # The one that needs the least memory may be none of these.
+            even = assign_evenly(stages, num_microbatches)
+            by_counts.setdefault(even, executed(Assignment(stages, cuts, even, order), split))
+            rule, tables = MemoryRule(old.shardings, self._mirror_count), MemoryTables()
+            needed = {counts: max(memory_of(each, costs, rule, tables)) for counts, each in by_counts.items()}
+            fitting = {
+                counts: each for counts, each in by_counts.items() if needed[counts] <= self._settings.memory_limit
+            }
+            by_counts = fitting or by_counts
+        if is_large or len(by_counts) == 1:
+            return next(iter(by_counts))
+        return min(by_counts, key=lambda counts: step_time(by_counts[counts], costs).seconds)
 
     def limited(self, placement: Placement, split: SplitBackward) -> Assignment:
         """The placement with the limits of its workers.

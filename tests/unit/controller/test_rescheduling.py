@@ -301,6 +301,23 @@ def test_microbatches_that_do_not_fit_where_they_are_are_moved_whatever_that_cos
     assert goal.microbatch_counts == ((4, 4, 4),) and "micro-batches to where they fit in memory" in goal.why
 
 
+@pytest.mark.parametrize(("others", "least", "enough"), [(1, 200.0, 300.0), (31, 300.0, 500.0)])
+def test_a_change_of_members_leaves_microbatches_where_they_fit(others: int, least: float, enough: float) -> None:
+    """A loss in one stage had undone in another what was planned for its memory, also on a large mesh."""
+
+    def assigned(memory_limit: float) -> tuple[int, ...]:
+        world = World([3, others + 1], memory_limit=memory_limit, layers=False)
+        base = world.measured._base
+        sized = tuple(replace(layer, gradient_bytes=0 if i else 100) for i, layer in enumerate(base.layers))
+        world.measured._base = replace(base, layers=sized)
+        world.speeds = {1: 0.25, 2: 0.25}
+        world.train(12)
+        left = ((0, 1, 2), tuple(range(3, 3 + others)))
+        return world.measured.assign(world.placement, left, MICROBATCHES)[0]
+
+    assert (assigned(least), assigned(enough), assigned(1.0)) == ((4, 4, 4), (8, 2, 2), (8, 2, 2))
+
+
 def test_layers_that_may_not_move_stay_and_it_is_told_once_that_they_do_not_fit() -> None:
     world = heavy_end(World([2, 2], memory_limit=550.0, layers=False))
     world.train(30)
