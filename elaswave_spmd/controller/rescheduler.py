@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import operator
 import statistics
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, pairwise
 
 from elaswave_spmd.conf.schema import AUTO, XLA, ScheduleSettings, Settings
 from elaswave_spmd.controller.actions import Action, PlanChange, Record, WriteCosts
@@ -59,6 +59,8 @@ class MeasuredCosts:
         self._samples: defaultdict[int, list[LayerSample]] = defaultdict(list)
         self._links: dict[int, tuple[float, ...]] = {}  # rank -> latency in seconds, bytes per second
         self._lasting = LastingCosts(settings.lasting, base)
+        # When the last steps were committed, whose times the medians are of. Of the last one no times have come yet.
+        self._committed_s: deque[float] = deque(maxlen=settings.window + 2)
 
     @property
     def is_measured(self) -> bool:
@@ -89,7 +91,10 @@ class MeasuredCosts:
         Args:
             now: seconds of a clock that never runs back.
         """
-        self._lasting = self._lasting.observe(self.costs, now)
+        each = [after - before for before, after in pairwise(self._committed_s)]
+        # A pause, as for a validation, is in the time of one of these steps, and so not in the median.
+        took = len(each) * statistics.median_low(each) if each else math.inf
+        self._lasting = self._lasting.observe(self.costs, now, took)
         return self._lasting.is_covered
 
     def measured(self, message: Measured) -> None:
@@ -103,11 +108,12 @@ class MeasuredCosts:
                 each = (forward_s / forwards, backward_s / backwards, put_off.get(layer, 0.0))
                 self._samples[message.step].append(LayerSample(message.rank, layer, *each))
 
-    def committed(self, step: int, members: Collection[int]) -> int:
+    def committed(self, step: int, members: Collection[int], now: float) -> int:
         """A step is committed, so every member has reported its times of the step before the last.
 
         Returns the number of steps whose measurements are complete now.
         """
+        self._committed_s.append(now)
         members = frozenset(members)  # thousands of look-ups follow on a large mesh
         self._profile = self._profile.forget(self._profile.workers.keys() - members)
         complete = sorted(s for s in self._samples if s < step - 1)
@@ -278,7 +284,7 @@ class Rescheduler:
             now: seconds of a clock that never runs back.
         """
         mesh = self._protocol.placement.mesh
-        self._observed += self._measured.committed(step, mesh.members)
+        self._observed += self._measured.committed(step, mesh.members, now)
         if sorted(mesh.members) != sorted(self._members):
             self._members = mesh.members
             self._changes = 0

@@ -8,10 +8,26 @@ that lasts is followed in full.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from elaswave_spmd.scheduling.cost_model import CostModel
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Costs that were measured at one time.
+
+    Args:
+        began: the time in seconds at which the first of the measured steps began.
+        at: the time in seconds at which they were looked at.
+        costs: the measured costs.
+    """
+
+    began: float
+    at: float
+    costs: CostModel
 
 
 @dataclass(frozen=True)
@@ -25,37 +41,49 @@ class LastingCosts:
     Args:
         seconds: how long a difference has to last, in seconds; with 0 every measurement counts at once.
         planned: the costs to plan with; at first those that are known before anything is measured.
-        history: (time in seconds, measured costs), oldest first: those of the last `seconds`, and the one before them.
+        history: the measurements of the last `seconds`, oldest first, and the one before them.
     """
 
     seconds: float
     planned: CostModel
-    history: tuple[tuple[float, CostModel], ...] = ()
+    history: tuple[Measurement, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.seconds >= 0, self
 
-    def observe(self, costs: CostModel, now: float) -> LastingCosts:
+    def observe(self, costs: CostModel, now: float, took: float = math.inf) -> LastingCosts:
         """The value after one more measurement.
 
         Args:
             costs: the measured costs.
             now: the time in seconds, by a monotonic clock.
+            took: for how many seconds up to now the measured steps ran, pauses left out; inf: since the measurement
+                before this one.
         """
-        times = [*self.history, (now, costs)]
-        # A measurement covers the time since the one before it. So the newest measurement that is too old to count is
-        # kept as well: it shows from when on the others cover the time.
-        first = max((i for i, (at, _) in enumerate(times) if now - at >= self.seconds), default=0)
-        found = replace(self, history=tuple(times[first:]))
+        seen = [*self.history, Measurement(now - took, now, costs)]
+        # The newest measurement that is too old to count is kept as well: it shows from when on the others cover the
+        # time.
+        first = max((i for i, each in enumerate(seen) if now - each.at >= self.seconds), default=0)
+        found = replace(self, history=tuple(seen[first:]))
         if found.is_covered:
-            recent = [seen for at, seen in found.history if now - at < self.seconds] or [costs]
-            return replace(found, planned=_followed(self.planned, costs, recent))
+            return replace(found, planned=_followed(self.planned, costs, found._recent(now)))
         return replace(found, planned=replace(costs, speeds=self.planned.speeds))
+
+    def _recent(self, now: float) -> list[CostModel]:
+        """The costs that have to agree on a difference: together they cover the last `seconds`.
+
+        After a validation, say, or while state is copied, nothing was measured for some time. Then the few steps since
+        do not show that a difference has lasted, and the measurement before that time counts as well.
+        """
+        number = sum(now - each.at < self.seconds for each in self.history) or 1
+        if now - self.history[-number].began < self.seconds:
+            number += 1
+        return [each.costs for each in self.history[-number:]]
 
     @property
     def is_covered(self) -> bool:
         """True once the measurements cover `seconds`. Before that, no difference is known to last."""
-        return bool(self.history) and self.history[-1][0] - self.history[0][0] >= self.seconds
+        return bool(self.history) and self.history[-1].at - self.history[0].at >= self.seconds
 
 
 def _followed(planned: CostModel, latest: CostModel, seen: Sequence[CostModel]) -> CostModel:

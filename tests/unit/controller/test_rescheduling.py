@@ -56,6 +56,7 @@ class World:
         self.speeds: dict[int, float] = {}
         self.costs = [1.0] * LAYERS
         self.step = 0
+        self.paused_s = 0.0  # in which no step was run
         self.saved = ""
         schedule = ScheduleSettings(**{"lasting": 0.0, **settings})
         policy = ReschedulePolicy(schedule, 100, drain_below=drain_below, min_workers=min_workers)
@@ -88,7 +89,7 @@ class World:
     def train(self, steps: int) -> None:
         for _ in range(steps):
             self.step += 1
-            self.do(self.rescheduler.committed(self.step, float(self.step)))
+            self.do(self.rescheduler.committed(self.step, self.step + self.paused_s))
             for rank in self.placement.mesh.members:
                 microbatches = len(self.placement.microbatches_of(rank))
                 rows = []
@@ -134,6 +135,22 @@ def test_a_worker_that_is_slow_for_a_while_now_and_then_is_neither_shown_nor_act
         world.speeds = {turn % 3: 0.02}
         world.train(15)  # long enough for the medians, and for three decisions in a row
     assert (world.goals, world.events) == ([], [])
+
+
+@pytest.mark.parametrize("before", [58, 59, 60, 61, 62])
+def test_a_few_slow_steps_after_a_pause_are_neither_shown_nor_acted_upon(before: int) -> None:
+    """The pause was taken for time that was measured, so that these steps alone decided."""
+    world = World([3], lasting=30.0, drain_below=0.5)
+    world.train(before)
+    world.paused_s = 40.0
+    world.speeds = {1: 0.3}
+    world.train(3)
+    world.speeds.clear()
+    world.train(60)
+    assert (world.goals, world.events, world.drained) == ([], [], [])
+    world.speeds = {1: 0.3}
+    world.train(60)
+    assert ("slow", [1]) in world.events and world.drained, "what lasts is acted upon"
 
 
 def test_slowness_that_lasts_is_shown_and_acted_upon() -> None:

@@ -60,6 +60,14 @@ def test_long_steps_need_no_more_measurements_than_two() -> None:
     assert after([1.0, 0.5], every_s=30.0).planned.speed(1) == 0.5
 
 
+def test_steps_after_a_gap_do_not_decide_alone_until_they_have_lasted() -> None:
+    found = after([1.0] * 6)  # until second 10
+    for at in range(32, 42, 2):  # the first of these steps began at second 30
+        assert found.planned.speed(1) == 1.0, at
+        found = found.observe(BASE.with_speeds({1: 0.5}), float(at), took=2.0)
+    assert found.planned.speed(1) == 0.5
+
+
 def test_layers_follow_in_the_same_way() -> None:
     found = LastingCosts(SECONDS, BASE)
     slow = costs_of([0.001, 0.05, 0.001])
