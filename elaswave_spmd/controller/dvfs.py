@@ -15,7 +15,6 @@ another cause.
 
 from __future__ import annotations
 
-import math
 import os
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,8 @@ from statistics import median
 from typing import Protocol, TypeAlias
 
 from elaswave_spmd.conf.schema import ScheduleSettings
-from elaswave_spmd.controller.actions import Action, Record
+from elaswave_spmd.controller.actions import Action, PlanFrequencies, Record
+from elaswave_spmd.controller.planning import Hinted, HintRequest
 from elaswave_spmd.recovery.actions import Broadcast, Send
 from elaswave_spmd.recovery.messages import Pace as PaceMessage
 from elaswave_spmd.runtime.devices.dvfs import DeviceRange, GuardedFrequencies
@@ -33,7 +33,6 @@ from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.scheduling.dvfs import FrequencyPlan, FrequencyRange, Hint, Pace
 from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, WEIGHTS
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.scheduling.rebalance import frequency_hints
 from elaswave_spmd.scheduling.step_time import Assignment, stage_seconds
 
 Pids: TypeAlias = Mapping[int, int | None]
@@ -42,7 +41,6 @@ Pids: TypeAlias = Mapping[int, int | None]
 SOCKET = "frequencies.sock"
 """The guard's socket in the run's directory of sockets."""
 
-_GRAIN = 0.01  # frequencies are rounded up to multiples of this
 _LEAST_CHANGE = 0.02  # a new pace is not sent if its frequencies differ by less than this from the present ones
 _KINDS = {FORWARD: 0, BACKWARD: 1, WEIGHTS: 2}
 
@@ -138,6 +136,7 @@ class Frequencies:
         self._guard = guard
         self._paces: dict[int, Pace] = {}  # of the present mesh epoch
         self._hinted: object = None  # what the last hints were for
+        self._is_asked = False  # hints are being made
         self._trial = PaceTrial()  # of the present mesh epoch
 
     @classmethod
@@ -160,24 +159,36 @@ class Frequencies:
         """True if frequencies are set in this run."""
         return self._active
 
-    def hint(self, placement: Placement, running: Assignment, costs: CostModel, step: int, pids: Pids) -> list[Action]:
-        """Slows down workers that would wait and raises those that are waited for, as nothing else is to be changed.
+    def hint(self, placement: Placement, running: Assignment, costs: CostModel) -> list[Action]:
+        """Asks for hints, as nothing else is to be changed: who would wait slows down, who is waited for is raised.
 
-        Nothing happens if this very placement had its hints, while hints are judged, or if steps took longer with those
-        of this mesh epoch.
+        Nothing happens if this very placement had its hints, while hints are made or judged, or if steps took longer
+        with those of this mesh epoch.
 
         Args:
             running: the assignment of the placement with the limits that workers run with.
-            step: the last one that is committed.
-            pids: rank -> process id of a worker on this machine.
         """
         key = running, costs.speeds
         is_judging = bool(self._paces) and not self._trial.is_complete
-        if not self._active or key == self._hinted or is_judging or self._trial.failed:
+        if not self._active or self._is_asked or key == self._hinted or is_judging or self._trial.failed:
             return []
-        self._hinted = key
-        plan, hints = rounded_hints(running, costs, self._limits)
-        wanted = {rank: hint.pace for hint in hints for rank in hint.ranks}
+        self._hinted, self._is_asked = key, True
+        return [PlanFrequencies(HintRequest(placement, running, costs, self._limits))]
+
+    def hinted(self, event: Hinted, step: int, pids: Pids, *, holds: bool) -> list[Action]:
+        """The hints are made. They are sent, unless they are like those that are in force.
+
+        Args:
+            step: the last one that is committed.
+            pids: rank -> process id of a worker on this machine.
+            holds: False if they are dropped: the mesh has changed meanwhile, or something else is to change.
+        """
+        self._is_asked = False
+        if not holds or not self._active:
+            self._hinted = None
+            return []
+        placement, running, costs = event.request.placement, event.request.running, event.request.costs
+        wanted = {rank: hint.pace for hint in event.hints for rank in hint.ranks}
         if all(_alike(pace, self._paces.get(rank, Pace())) for rank, pace in wanted.items()):
             return []
         if self._guard is not None and not self._paces:
@@ -187,9 +198,9 @@ class Frequencies:
         epoch = placement.mesh.epoch
         seconds = hold_seconds(running, costs)
         messages: list[Action] = [
-            Send(rank, _message(epoch, hint, seconds[rank])) for hint in hints for rank in hint.ranks
+            Send(rank, _message(epoch, hint, seconds[rank])) for hint in event.hints for rank in hint.ranks
         ]
-        return [*messages, _event(plan, wanted, step, epoch)]
+        return [*messages, _event(event.plan, wanted, step, epoch)]
 
     def begun(self, placement: Placement, step: int) -> list[Action]:
         """A mesh epoch begins after `step`: workers have forgotten their paces, which were for another mesh."""
@@ -263,15 +274,6 @@ class Frequencies:
         return tuple(name for name, device in devices.items() if allowed is None or allowed & set(device.cpus))
 
 
-def rounded_hints(
-    assignment: Assignment, costs: CostModel, limits: FrequencyRange
-) -> tuple[FrequencyPlan, tuple[Hint, ...]]:
-    """The plan and the hints of `frequency_hints`, with frequencies rounded up."""
-    plan, hints = frequency_hints(assignment, costs, limits)
-    found = tuple(Hint(hint.stage, hint.ranks, _rounded(hint.pace, limits.highest), hint.order) for hint in hints)
-    return plan, found
-
-
 def hold_seconds(assignment: Assignment, costs: CostModel) -> dict[int, float]:
     """Rank -> the longest that a worker waits for its planned action though another is ready: a mean action of it.
 
@@ -283,13 +285,6 @@ def hold_seconds(assignment: Assignment, costs: CostModel) -> dict[int, float]:
         for s, members in enumerate(assignment.stages)
         for rank in members
     }
-
-
-def _rounded(pace: Pace, highest: float) -> Pace:
-    """The pace with its frequencies rounded up; runs with equal ones are one run."""
-    up = [min(round(math.ceil(f / _GRAIN - 1e-6) * _GRAIN, 6), highest) for f in pace.frequencies]
-    kept = [i for i, f in enumerate(up) if not i or f != up[i - 1]]
-    return Pace(tuple(pace.starts[i] for i in kept), tuple(up[i] for i in kept))
 
 
 def _alike(one: Pace, other: Pace) -> bool:

@@ -18,7 +18,7 @@ from elaswave_spmd.conf.schema import AUTO, XLA, ScheduleSettings, Settings
 from elaswave_spmd.controller.actions import Action, PlanChange, Record, WriteCosts
 from elaswave_spmd.controller.backward_trial import BackwardChoice
 from elaswave_spmd.controller.dvfs import Frequencies
-from elaswave_spmd.controller.planning import Planned, PlanRequest
+from elaswave_spmd.controller.planning import Hinted, HintRequest, Planned, PlanRequest
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Goal
 from elaswave_spmd.recovery.messages import Measured
@@ -248,6 +248,7 @@ class Rescheduler:
         self._asked: tuple[Goal, int] | None = None  # the goal of the last reviews, and how many had it in a row
         self._members = protocol.placement.mesh.members
         self._changes = 0  # the number of changes that this has made since members last came or went
+        self._step = 0  # the last one that is committed
         self._planned: Planned | None = None  # the last plan
         self._is_planning = False
         self._reviewed = 0  # the step of the last review
@@ -283,6 +284,7 @@ class Rescheduler:
         Args:
             now: seconds of a clock that never runs back.
         """
+        self._step = step
         mesh = self._protocol.placement.mesh
         self._observed += self._measured.committed(step, mesh.members, now)
         if sorted(mesh.members) != sorted(self._members):
@@ -327,15 +329,26 @@ class Rescheduler:
     def planned(self, event: Planned) -> list[Action]:
         """A plan is ready. It is dropped if the mesh has changed meanwhile, or is about to."""
         self._is_planning = False
-        epoch, asked = self._protocol.placement.mesh.epoch, event.request
-        if not self._protocol.settled or (epoch, self._protocol.running) != (asked.placement.mesh.epoch, asked.running):
+        if not self._is_current(event.request):
             return []
+        epoch = self._protocol.placement.mesh.epoch
         last, self._planned = self._planned, event
         if event.decision is not None:
-            return self._judge(event.decision, asked.costs)
+            return self._judge(event.decision, event.request.costs)
         if last is not None and last.request.placement.mesh.epoch == epoch:
             return []  # that nothing fits was recorded in this mesh epoch already
         return [Record("plan", {"ranks": [], "mesh_epoch": epoch, "reason": event.why_not, "message": event.why_not})]
+
+    def hinted(self, event: Hinted) -> list[Action]:
+        """Frequency hints are ready. They are dropped as a plan is, or if something else is to be changed now."""
+        is_quiet = self._content >= self._settings.patience and not self._backwards.is_trying
+        holds = is_quiet and self._is_current(event.request)
+        return self._frequencies.hinted(event, self._step, self._roster.pids, holds=holds)
+
+    def _is_current(self, asked: PlanRequest | HintRequest) -> bool:
+        """True if the mesh is as it was when this was asked for, and does not change."""
+        epoch, running = self._protocol.placement.mesh.epoch, self._protocol.running
+        return self._protocol.settled and (epoch, running) == (asked.placement.mesh.epoch, asked.running)
 
     def _judge(self, decision: Decision | None, costs: CostModel) -> list[Action]:
         """Decide what follows from a plan at one review.
@@ -358,8 +371,7 @@ class Rescheduler:
             self._content += 1
             # Frequencies come last: only when nothing has moved for a while, and not during another trial.
             if self._content >= self._settings.patience and not self._backwards.is_trying:
-                here, running = self._protocol.placement, self._protocol.running
-                actions += self._frequencies.hint(here, running, costs, step, self._roster.pids)
+                actions += self._frequencies.hint(self._protocol.placement, self._protocol.running, costs)
             return actions
         self._content = 0
         times = self._asked[1] + 1 if self._asked is not None and _alike(self._asked[0], goal) else 1
