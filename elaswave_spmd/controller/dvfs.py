@@ -45,9 +45,8 @@ _LEAST_CHANGE = 0.02  # a new pace is not sent if its frequencies differ by less
 _KINDS = {FORWARD: 0, BACKWARD: 1, WEIGHTS: 2}
 
 TRIAL_STEPS = 8
-"""Steps with paces, and at most as many before them, whose medians are compared."""
+"""Steps with paces, and steps before them, whose medians are compared."""
 
-_FEWEST_BEFORE = 3  # a trial is judged only if there are at least this many steps before it
 _UNDER_WAY = 4  # this many steps after an order are left out, as they may have run partly without it
 _LONGER = 1.05  # a trial fails if its median step takes more than this many times as long, which is beyond noise
 
@@ -74,6 +73,7 @@ class PaceTrial:
         times: how many times as long steps take, with the orders that were judged and kept, as without paces: the
             product of what each of them has changed. So no chain of orders that are each a little too slow is kept.
         under_way: steps that are not looked at, as the newest order may not have reached all workers.
+        ordered_s: when the newest order was sent.
         is_judged: the newest order was judged.
         failed: steps took too long with paces.
     """
@@ -83,6 +83,7 @@ class PaceTrial:
     paced: deque[float] = field(default_factory=lambda: deque(maxlen=TRIAL_STEPS))
     times: float = 1.0
     under_way: int = 0
+    ordered_s: float = 0.0
     is_judged: bool = False
     failed: bool = False
 
@@ -91,8 +92,9 @@ class PaceTrial:
         """True if as many steps had paces as they are judged by."""
         return len(self.paced) == TRIAL_STEPS
 
-    def ordered(self) -> None:
+    def ordered(self, now_s: float) -> None:
         """Paces were sent."""
+        self.ordered_s = now_s
         if self.is_complete:  # those before were kept
             self.before = self.paced.copy()
         self.paced.clear()
@@ -107,11 +109,14 @@ class PaceTrial:
         if not has_paces:
             self.before.append(now_s - last_s)
             return None
-        self.under_way -= 1
-        if self.under_way >= 0:
+        if self.under_way:
+            # Steps that come at once after the order waited for this thread while it did something else: they were run
+            # before the order, and seem to have taken no time.
+            if now_s - self.ordered_s >= median(self.before) / 2:
+                self.under_way -= 1
             return None
         self.paced.append(now_s - last_s)
-        if self.is_judged or not self.is_complete or len(self.before) < _FEWEST_BEFORE:
+        if self.is_judged or not self.is_complete:
             return None
         self.is_judged = True
         self.times *= median(self.paced) / median(self.before)
@@ -162,8 +167,8 @@ class Frequencies:
     def hint(self, placement: Placement, running: Assignment, costs: CostModel) -> list[Action]:
         """Asks for hints, as nothing else is to be changed: who would wait slows down, who is waited for is raised.
 
-        Nothing happens if this very placement had its hints, while hints are made or judged, or if steps took longer
-        with those of this mesh epoch.
+        Nothing happens if this very placement had its hints, while hints are made or judged, if steps took longer with
+        those of this mesh epoch, or while there are too few steps to compare those with hints to.
 
         Args:
             running: the assignment of the placement with the limits that workers run with.
@@ -172,14 +177,17 @@ class Frequencies:
         is_judging = bool(self._paces) and not self._trial.is_complete
         if not self._active or self._is_asked or key == self._hinted or is_judging or self._trial.failed:
             return []
+        if len(self._trial.before) < TRIAL_STEPS:
+            return []
         self._hinted, self._is_asked = key, True
         return [PlanFrequencies(HintRequest(placement, running, costs, self._limits))]
 
-    def hinted(self, event: Hinted, step: int, pids: Pids, *, holds: bool) -> list[Action]:
+    def hinted(self, event: Hinted, step: int, now: float, pids: Pids, *, holds: bool) -> list[Action]:
         """The hints are made. They are sent, unless they are like those that are in force.
 
         Args:
             step: the last one that is committed.
+            now: seconds of a clock that never runs back.
             pids: rank -> process id of a worker on this machine.
             holds: False if they are dropped: the mesh has changed meanwhile, or something else is to change.
         """
@@ -194,7 +202,7 @@ class Frequencies:
         if self._guard is not None and not self._paces:
             self._guard.share(self._shares(placement.mesh.members, pids))
         self._paces = wanted
-        self._trial.ordered()
+        self._trial.ordered(now)
         epoch = placement.mesh.epoch
         seconds = hold_seconds(running, costs)
         messages: list[Action] = [
@@ -233,6 +241,10 @@ class Frequencies:
             return []
         why = f"steps took {times:.2f} times as long with hints as before them"
         return self._withdrawn(placement, step, {"why": why}, f"normal again: {why}")
+
+    def leave_out(self) -> None:
+        """Steps up to the last one that is committed are compared with no others: they were not all run in one way."""
+        self._trial.before.clear()
 
     def _withdrawn(self, placement: Placement, step: int, about: Mapping[str, object], message: str) -> list[Action]:
         """All workers go on at the normal frequency, in no order but what is ready."""

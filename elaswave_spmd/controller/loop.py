@@ -418,7 +418,7 @@ class Controller:
             case Planned():
                 return self._rescheduler.planned(event)
             case Hinted():
-                return self._rescheduler.hinted(event)
+                return self._rescheduler.hinted(event, now)
             case Tick(read_until):
                 return self._tick(now, read_until)
             case Rejected():

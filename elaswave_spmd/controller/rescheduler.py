@@ -297,6 +297,8 @@ class Rescheduler:
             self._asked = None
             self._content = 0
         actions = self._frequencies.committed(self._protocol.placement, step, now)
+        if self._backwards.is_trying:  # before it decides: its last block may be run in the way that is given up
+            self._frequencies.leave_out()
         actions += self._backwards.committed(step, now)
         settings = self._settings
         follows = settings.microbatches or settings.layers or self._policy.drain_below or self._frequencies.active
@@ -339,11 +341,15 @@ class Rescheduler:
             return []  # that nothing fits was recorded in this mesh epoch already
         return [Record("plan", {"ranks": [], "mesh_epoch": epoch, "reason": event.why_not, "message": event.why_not})]
 
-    def hinted(self, event: Hinted) -> list[Action]:
-        """Frequency hints are ready. They are dropped as a plan is, or if something else is to be changed now."""
+    def hinted(self, event: Hinted, now: float) -> list[Action]:
+        """Frequency hints are ready. They are dropped as a plan is, or if something else is to be changed now.
+
+        Args:
+            now: seconds of a clock that never runs back.
+        """
         is_quiet = self._content >= self._settings.patience and not self._backwards.is_trying
         holds = is_quiet and self._is_current(event.request)
-        return self._frequencies.hinted(event, self._step, self._roster.pids, holds=holds)
+        return self._frequencies.hinted(event, self._step, now, self._roster.pids, holds=holds)
 
     def _is_current(self, asked: PlanRequest | HintRequest) -> bool:
         """True if the mesh is as it was when this was asked for, and does not change."""

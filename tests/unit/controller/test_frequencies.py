@@ -96,7 +96,7 @@ class World:
                 case PlanFrequencies(request):
                     self.asked.append(request)
                     if self.answers:
-                        self.do(self.rescheduler.hinted(request.answer()))
+                        self.do(self.rescheduler.hinted(request.answer(), self.now))
                 case Record():
                     self.events.append({"event": action.kind, **action.fields})
                 case Send(rank, PaceMessage() as message):
@@ -128,7 +128,7 @@ class World:
         """Hints for these costs are asked for, if they may be, and are made at once."""
         for action in self.frequencies.hint(self.placement, self.protocol.running, costs):
             assert isinstance(action, PlanFrequencies)
-            self.do(self.frequencies.hinted(action.request.answer(), step, pids or {}, holds=True))
+            self.do(self.frequencies.hinted(action.request.answer(), step, self.now, pids or {}, holds=True))
 
     @property
     def hints(self) -> list[dict[int, Any]]:
@@ -206,7 +206,7 @@ def test_training_goes_on_while_hints_are_made(monkeypatch: pytest.MonkeyPatch) 
     answer = thread.next_answer()
     thread.close()
     assert isinstance(answer, Hinted)
-    world.do(world.rescheduler.hinted(answer))
+    world.do(world.rescheduler.hinted(answer, world.now))
     assert sorted(world.sent) == [0, 1, 2, 3, 4] and world.events[-1]["step"] == 40
 
 
@@ -224,7 +224,7 @@ def test_hints_that_come_when_something_else_has_changed_are_dropped_and_made_an
         world.protocol.settled = False
     else:
         world.rescheduler._content = 0
-    assert world.rescheduler.hinted(world.asked[0].answer()) == []
+    assert world.rescheduler.hinted(world.asked[0].answer(), world.now) == []
     world.protocol.placement, world.protocol.running, world.protocol.settled = settled, running, True
     world.answers = True
     world.train(20)
@@ -351,10 +351,12 @@ def test_processors_are_shared_by_the_workers_that_may_run_on_them() -> None:
     guard = MadeUpGuard(devices)
     world = uneven(guard)
     costs = costs_of([0.03] * 6)
+    run_steps(world)
     world.hint(costs, 5, dict.fromkeys(range(5), os.getpid()))
     assert guard.orders == [{"policy0": [0, 1, 2, 3, 4]}], "no policy of others"
     guard.orders.clear()
     world.frequencies.begun(world.placement, 7)
+    run_steps(world)
     world.hint(costs, 8)
     everybody = [0, 1, 2, 3, 4]
     assert guard.orders == [{}, {"policy0": everybody, "policy1": everybody}], "unknown where they run: anywhere"
@@ -395,8 +397,8 @@ def test_a_worker_waits_as_long_as_a_mean_action() -> None:
     assert hold_seconds(assigned([1, 1], 4, costs), costs) == {0: 1.5, 1: 6.0}
 
 
-def judged(world: World) -> None:
-    """As many steps as hints are judged by, all equally long."""
+def run_steps(world: World) -> None:
+    """More steps than hints are compared with, or judged by, all equally long."""
     for _ in range(2 * TRIAL_STEPS):
         world.now += 1.0
         world.do(world.frequencies.committed(world.placement, world.step, world.now))
@@ -404,19 +406,21 @@ def judged(world: World) -> None:
 
 def test_paces_that_are_alike_are_left_alone() -> None:
     world = uneven()
+    run_steps(world)
     for step, speed in enumerate((1.0, 1.01, 1.2)):
         world.hint(costs_of([0.03] * 6).with_speeds({2: speed}), step)
-        judged(world)
+        run_steps(world)
     assert [event["step"] for event in world.events] == [0, 2]
     assert Pace(world.sent[2].starts, world.sent[2].frequencies) == Pace((0,), (0.56,))
 
 
 def test_hints_that_are_judged_stay_as_they_are() -> None:
     world = uneven()
+    run_steps(world)
     for step, speed in enumerate((1.0, 1.2, 1.4)):
         world.hint(costs_of([0.03] * 6).with_speeds({2: speed}), step)
     assert [event["step"] for event in world.events] == [0]
-    judged(world)
+    run_steps(world)
     world.hint(costs_of([0.03] * 6).with_speeds({2: 1.4}), 3)
     assert [event["step"] for event in world.events] == [0, 3]
 
@@ -429,15 +433,43 @@ def test_hints_wait_until_it_is_known_whether_weight_gradients_are_put_off() -> 
     world.train(60)
     assert not world.sent
     trial.is_trying = False
-    world.train(10)
+    world.train(12)
     assert world.sent
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.003])
+def test_steps_that_were_run_before_an_order_and_came_after_it_are_not_looked_at(late_s: float) -> None:
+    """They come at once when the controller has done something else meanwhile. Each seemed to have taken no time."""
+    trial, now, found = PaceTrial(), 0.0, []
+    for _ in range(2 * TRIAL_STEPS):
+        now += 1.0
+        trial.committed(now, has_paces=False)
+    now += 12.0
+    trial.ordered(now)
+    for seconds in [late_s] * 12 + [1.5] * 2 * TRIAL_STEPS:
+        now += seconds
+        found.append(trial.committed(now, has_paces=True))
+    assert [times for times in found if times is not None] == [pytest.approx(1.5)]
+
+
+def test_hints_are_compared_with_no_step_of_the_trial_of_backwards() -> None:
+    """The last of those steps are run in the way that is given up, and may take longer."""
+    world = uneven()
+    trial = SimpleNamespace(is_trying=True, committed=lambda step, now: [])
+    world.rescheduler._backwards = cast(Any, trial)
+    world.step_s, world.paced_step_s = 1.08, 1.12
+    world.train(40)
+    trial.is_trying, world.step_s = False, 1.0
+    world.train(60)
+    assert [bool(paces) for paces in world.hints] == [True, False]
+    assert "1.12 times as long" in world.events[-1]["why"]
 
 
 def test_orders_that_are_each_a_little_too_slow_are_not_kept_one_after_the_other() -> None:
     trial, now, found = PaceTrial(), 0.0, []
     for order, seconds in enumerate((1.0, 1.04, 1.04 * 1.04)):
         if order:
-            trial.ordered()
+            trial.ordered(now)
         for _ in range(2 * TRIAL_STEPS):
             now += seconds
             found.append(trial.committed(now, has_paces=order > 0))
