@@ -10,7 +10,7 @@ import math
 import operator
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 
@@ -34,6 +34,7 @@ from elaswave_spmd.scheduling.step_time import Assignment, MemoryTables, memory_
 _MOST_DOUBLINGS = 6  # the number of reviews that must ask for a change doubles with each change, at most this often
 _SHORT_STEP_S = 0.05  # seconds; nothing is moved for shorter steps, whose differences are noise (help of settings)
 _TIMED_WORKERS = 32  # on larger meshes a change after a loss does not compare candidates by their step time
+_TRIED_AFTER = 1000  # steps after which a slow worker without micro-batches is tried again; twice as many each time
 _SLOW, _FAST = 0.8, 0.9  # relative speeds below which a worker is logged as slow, and above which as recovered
 
 
@@ -59,6 +60,8 @@ class MeasuredCosts:
         self._samples: defaultdict[int, list[LayerSample]] = defaultdict(list)
         self._links: dict[int, tuple[float, ...]] = {}  # rank -> latency in seconds, bytes per second
         self._lasting = LastingCosts(settings.lasting, base)
+        self._idle: dict[int, int] = {}  # rank of a slow member -> steps in a row of which it has measured nothing
+        self._waits: dict[int, int] = {}  # rank of a member that was tried again -> steps until it is the next time
         # When the last steps were committed, whose times the medians are of. Of the last one no times have come yet.
         self._committed_s: deque[float] = deque(maxlen=settings.window + 2)
 
@@ -71,6 +74,11 @@ class MeasuredCosts:
     def speeds(self) -> Mapping[int, float]:
         """Rank -> speed relative to the median worker, over the last steps."""
         return self._profile.reported
+
+    @property
+    def tried(self) -> Collection[int]:
+        """The members whose speed was forgotten, as they were slow and had no micro-batch for long."""
+        return self._waits.keys()
 
     @property
     def costs(self) -> CostModel:
@@ -118,12 +126,34 @@ class MeasuredCosts:
         self._profile = self._profile.forget(self._profile.workers.keys() - members)
         complete = sorted(s for s in self._samples if s < step - 1)
         for old in complete:
-            self._profile = self._profile.observe(s for s in self._samples.pop(old) if s.rank in members)
+            samples = [s for s in self._samples.pop(old) if s.rank in members]
+            self._profile = self._profile.observe(samples)
+            self._forget_idle(members, {s.rank for s in samples})
         return len(complete)
+
+    def _forget_idle(self, members: Collection[int], measured: Collection[int]) -> None:
+        """Forget the speed of workers that were parked for being slow a long time ago, so that a plan tries them.
+
+        What has no micro-batch measures nothing, and would count as slow for the rest of the run. If it is slow still,
+        it is parked again, and its next trial comes after twice as many steps.
+
+        Args:
+            members: the members.
+            measured: those that have measured something in this step.
+        """
+        speeds = {**dict(self._base.speeds), **self._profile.reported}
+        idle = [rank for rank, speed in speeds.items() if speed < 1.0 and rank in members and rank not in measured]
+        self._idle = {rank: self._idle.get(rank, 0) + 1 for rank in idle}
+        for rank, steps in self._idle.items():
+            wait = self._waits.get(rank, _TRIED_AFTER)
+            if steps >= wait:
+                self._waits[rank] = 2 * wait
+                self._profile, self._base = self._profile.forget({rank}), self._base.without({rank})
 
     def members_changed(self, members: Collection[int]) -> None:
         """Members have come or gone."""
         self._links = {rank: link for rank, link in self._links.items() if rank in members}
+        self._waits = {rank: steps for rank, steps in self._waits.items() if rank in members}
 
     def assign(
         self, old: Placement, stages: Stages, num_microbatches: int, *, split: SplitBackward | None = None
@@ -383,12 +413,18 @@ class Rescheduler:
         times = self._asked[1] + 1 if self._asked is not None and _alike(self._asked[0], goal) else 1
         self._asked = goal, times
         # Each change must be asked for by twice as many reviews in a row as the one before, so that noise does not move
-        # micro-batches back and forth.
-        if times >= self._settings.patience * 2 ** min(self._changes, _MOST_DOUBLINGS):
+        # micro-batches back and forth. But trials of parked workers become rare by themselves, and are to end soon.
+        is_trial = not self._parked_by(goal).isdisjoint(self._measured.tried)
+        if times >= self._settings.patience * 2 ** (0 if is_trial else min(self._changes, _MOST_DOUBLINGS)):
             self._asked = None
-            self._changes += 1
+            self._changes += not is_trial
             actions += self._protocol.rebalance(goal)
         return actions
+
+    def _parked_by(self, goal: Goal) -> set[int]:
+        """The workers that have micro-batches either at present or by the goal, but not both."""
+        here = self._protocol.placement
+        return _parked(here.mesh.stages, here.microbatch_counts) ^ _parked(goal.stages, goal.microbatch_counts)
 
     def _request(self, costs: CostModel, remaining_steps: int) -> PlanRequest:
         protocol, settings = self._protocol, self._settings
@@ -486,7 +522,10 @@ class Rescheduler:
                 kind, why = "recover", f"worker {rank} is as fast as the others again"
             else:
                 continue
-            about = {"ranks": [rank], "mesh_epoch": epoch, "speed": round(speed, 3), "reason": "measured times"}
+            known = "measured times"
+            if rank in self._measured.tried and rank not in self._measured.speeds:
+                known, why = "not measured for long", f"worker {rank} had no work for long: it is tried again"
+            about = {"ranks": [rank], "mesh_epoch": epoch, "speed": round(speed, 3), "reason": known}
             actions.append(Record(kind, {"step": step, **about, "message": why}))
         return actions
 
@@ -505,6 +544,12 @@ class Rescheduler:
 def _times_as_long(speed: float) -> str:
     # The smoother's speeds are multiples of its grain, and never less than one.
     return f"{1 / speed:.2f} times as long" if speed > SLOWEST else f"{1 / SLOWEST:.0f} times as long, or more"
+
+
+def _parked(stages: Stages, counts: Sequence[Sequence[int]]) -> set[int]:
+    """The workers that have no micro-batch."""
+    each = zip(stages, counts, strict=True)
+    return {rank for members, of_stage in each for rank, n in zip(members, of_stage, strict=True) if not n}
 
 
 def _alike(one: Goal, other: Goal) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -11,6 +12,7 @@ from unittest import mock
 import pytest
 
 from elaswave_spmd.conf.schema import ScheduleSettings
+from elaswave_spmd.controller import rescheduler
 from elaswave_spmd.controller.actions import Action, PlanChange, Record, WriteCosts
 from elaswave_spmd.controller.dvfs import Frequencies
 from elaswave_spmd.controller.planning import Planned, PlanRequest
@@ -82,6 +84,12 @@ class World:
         self.goals.append(goal)
         return []
 
+    def apply(self, goal: Goal) -> None:
+        """The micro-batches of the goal are those of the next mesh epoch."""
+        mesh = replace(self.placement.mesh, epoch=self.placement.mesh.epoch + 1)
+        self.placement = replace(self.placement, mesh=mesh, microbatch_counts=goal.microbatch_counts)
+        self.protocol.placement, self.protocol.running = self.placement, Assignment.of(self.placement)
+
     def drain(self, rank: int, reason: str) -> list[Any]:
         self.drained.append(rank)
         return []
@@ -135,6 +143,42 @@ def test_a_worker_that_is_slow_for_a_while_now_and_then_is_neither_shown_nor_act
         world.speeds = {turn % 3: 0.02}
         world.train(15)  # long enough for the medians, and for three decisions in a row
     assert (world.goals, world.events) == ([], [])
+
+
+def parked() -> World:
+    """Worker 1 of four has no micro-batch, as it was slow."""
+    world = World([4])
+    world.speeds = {1: 0.1}
+    world.train(30)
+    assert world.goals[0].microbatch_counts == ((4, 0, 4, 4),)
+    world.apply(world.goals[0])
+    world.goals.clear()
+    return world
+
+
+def test_a_worker_that_was_parked_for_being_slow_is_tried_again_after_a_thousand_steps() -> None:
+    """It had measured nothing any more, and so counted as slow for the rest of the run."""
+    world = parked()
+    world.speeds.clear()
+    world.train(950)
+    assert world.goals == [] and world.events == [("slow", [1])]
+    world.train(300)
+    assert world.goals[0].microbatch_counts == ((3, 3, 3, 3),) and world.events == [("slow", [1]), ("recover", [1])]
+
+
+def test_trials_of_a_worker_that_stays_slow_are_short_and_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rescheduler, "_TRIED_AFTER", 50)
+    world, at = parked(), list[int]()
+    for _ in range(1200):
+        world.train(1)
+        if world.goals:
+            at.append(world.step)
+            world.apply(world.goals.pop())
+    trials = list(zip(at[::2], at[1::2], strict=False))
+    assert len(trials) == 4 and all(end - begun <= 25 for begun, end in trials)
+    waits = [begun - end for (_, end), (begun, _) in pairwise(trials)]
+    assert all(2 * one - 30 <= two <= 2 * one + 30 for one, two in pairwise(waits))
+    assert world.events == [("slow", [1])] + [("recover", [1]), ("slow", [1])] * 4
 
 
 @pytest.mark.parametrize("before", [58, 59, 60, 61, 62])
