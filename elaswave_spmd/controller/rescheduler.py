@@ -7,7 +7,6 @@ When no move gains anything, device frequencies may be lowered instead (dvfs.py)
 from __future__ import annotations
 
 import math
-import operator
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
@@ -29,7 +28,7 @@ from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.profiler import SLOWEST, LayerSample, ProfileSmoother
 from elaswave_spmd.scheduling.rebalance import Decision, PlanSettings, Variant, reassign_microbatches
 from elaswave_spmd.scheduling.split_backward import SplitBackward, best_limits, executed, priced
-from elaswave_spmd.scheduling.step_time import Assignment, MemoryTables, memory_of, state_of, step_time
+from elaswave_spmd.scheduling.step_time import Assignment, MemoryTables, memory_of, state_limit, step_time
 
 _MOST_DOUBLINGS = 6  # the number of reviews that must ask for a change doubles with each change, at most this often
 _SHORT_STEP_S = 0.05  # seconds; nothing is moved for shorter steps, whose differences are noise (help of settings)
@@ -450,17 +449,14 @@ class Rescheduler:
         )
 
     def _state_limit(self, costs: CostModel) -> float:
-        """The most bytes of state that a plan may give to one worker; without it a plan could overload one's memory.
+        """The most bytes of state that a plan may give to one worker (`state_limit`).
 
-        It is twice the mean of the workers on the mesh that the run was started with, or the most that some worker has
-        at present if that is more. With schedule.memory_limit there is no such limit, as that setting says what fits.
+        With schedule.memory_limit there is no such limit, as that setting says what fits.
         """
         if self._settings.memory_limit is not None:
             return math.inf
-        started = state_of(Assignment.of(self._started), costs, self._rule)
-        sizes = [len(members) for members in self._started.mesh.stages]
-        even = sum(map(operator.mul, sizes, started)) / sum(sizes)
-        return max(2 * even, *state_of(Assignment.of(self._protocol.placement), costs, self._rule))
+        started, present = Assignment.of(self._started), Assignment.of(self._protocol.placement)
+        return state_limit(started, present, costs, self._rule)
 
     def _goal(self, decision: Decision) -> Goal | None:
         """The next move, if one gains enough; else None.

@@ -16,6 +16,7 @@ optimizer update. The simulator's engine models these.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -353,6 +354,23 @@ def state_of(assignment: Assignment, costs: CostModel, rule: MemoryRule) -> list
     spans = zip(pairwise(assignment.layer_cuts), assignment.stages, strict=True)
     prefix = costs.prefix("state_bytes")
     return [float(rule.state_share(len(members)) * (prefix[stop] - prefix[first])) for (first, stop), members in spans]
+
+
+def state_limit(started: Assignment, present: Assignment, costs: CostModel, rule: MemoryRule) -> float:
+    """The most bytes of state that a plan may give to one worker; without it a plan could overload one's memory.
+
+    It is twice the mean of the workers on the mesh that the run was started with, or the most that some worker has at
+    present if that is more.
+
+    Args:
+        started: the assignment that the run was started with.
+        present: that of the mesh at present.
+        costs: the bytes of layers.
+        rule: the specs and mirrors.
+    """
+    sizes = [len(members) for members in started.stages]
+    even = sum(map(operator.mul, sizes, state_of(started, costs, rule))) / sum(sizes)
+    return max(2 * even, *state_of(present, costs, rule))
 
 
 def traffic_bytes(costs: CostModel, rule: MemoryRule, first: int, stop: int, size: int, nodes: int) -> float:
