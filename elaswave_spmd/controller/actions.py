@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from elaswave_spmd.controller.outcomes import Outcome
-from elaswave_spmd.controller.planning import PlanRequest
+from elaswave_spmd.controller.planning import HintRequest, PlanRequest
 from elaswave_spmd.errors import UserError
 from elaswave_spmd.recovery import actions as protocol_actions
 from elaswave_spmd.run_dir.manifest import Manifest
@@ -236,6 +236,13 @@ class PlanChange:
 
 
 @dataclass(frozen=True)
+class PlanFrequencies:
+    """Make frequency hints, in the background; Hinted follows."""
+
+    request: HintRequest
+
+
+@dataclass(frozen=True)
 class WriteManifest:
     """Write the manifest of a checkpoint, whose shards are all on the disk, and remove old checkpoints.
 
@@ -307,6 +314,7 @@ Action: TypeAlias = (
     | Record
     | WriteCosts
     | PlanChange
+    | PlanFrequencies
     | WriteManifest
     | RemoveShards
     | FindCheckpoint

@@ -15,7 +15,6 @@ another cause.
 
 from __future__ import annotations
 
-import math
 import os
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,8 @@ from statistics import median
 from typing import Protocol, TypeAlias
 
 from elaswave_spmd.conf.schema import ScheduleSettings
-from elaswave_spmd.controller.actions import Action, Record
+from elaswave_spmd.controller.actions import Action, PlanFrequencies, Record
+from elaswave_spmd.controller.planning import Hinted, HintRequest
 from elaswave_spmd.recovery.actions import Broadcast, Send
 from elaswave_spmd.recovery.messages import Pace as PaceMessage
 from elaswave_spmd.runtime.devices.dvfs import DeviceRange, GuardedFrequencies
@@ -33,7 +33,6 @@ from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.scheduling.dvfs import FrequencyPlan, FrequencyRange, Hint, Pace
 from elaswave_spmd.scheduling.pipeline import BACKWARD, FORWARD, WEIGHTS
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.scheduling.rebalance import frequency_hints
 from elaswave_spmd.scheduling.step_time import Assignment, stage_seconds
 
 Pids: TypeAlias = Mapping[int, int | None]
@@ -42,14 +41,12 @@ Pids: TypeAlias = Mapping[int, int | None]
 SOCKET = "frequencies.sock"
 """The guard's socket in the run's directory of sockets."""
 
-_GRAIN = 0.01  # frequencies are rounded up to multiples of this
 _LEAST_CHANGE = 0.02  # a new pace is not sent if its frequencies differ by less than this from the present ones
 _KINDS = {FORWARD: 0, BACKWARD: 1, WEIGHTS: 2}
 
 TRIAL_STEPS = 8
-"""Steps with paces, and at most as many before them, whose medians are compared."""
+"""Steps with paces, and steps before them, whose medians are compared."""
 
-_FEWEST_BEFORE = 3  # a trial is judged only if there are at least this many steps before it
 _UNDER_WAY = 4  # this many steps after an order are left out, as they may have run partly without it
 _LONGER = 1.05  # a trial fails if its median step takes more than this many times as long, which is beyond noise
 
@@ -76,6 +73,7 @@ class PaceTrial:
         times: how many times as long steps take, with the orders that were judged and kept, as without paces: the
             product of what each of them has changed. So no chain of orders that are each a little too slow is kept.
         under_way: steps that are not looked at, as the newest order may not have reached all workers.
+        ordered_s: when the newest order was sent.
         is_judged: the newest order was judged.
         failed: steps took too long with paces.
     """
@@ -85,6 +83,7 @@ class PaceTrial:
     paced: deque[float] = field(default_factory=lambda: deque(maxlen=TRIAL_STEPS))
     times: float = 1.0
     under_way: int = 0
+    ordered_s: float = 0.0
     is_judged: bool = False
     failed: bool = False
 
@@ -93,8 +92,9 @@ class PaceTrial:
         """True if as many steps had paces as they are judged by."""
         return len(self.paced) == TRIAL_STEPS
 
-    def ordered(self) -> None:
+    def ordered(self, now_s: float) -> None:
         """Paces were sent."""
+        self.ordered_s = now_s
         if self.is_complete:  # those before were kept
             self.before = self.paced.copy()
         self.paced.clear()
@@ -109,11 +109,14 @@ class PaceTrial:
         if not has_paces:
             self.before.append(now_s - last_s)
             return None
-        self.under_way -= 1
-        if self.under_way >= 0:
+        if self.under_way:
+            # Steps that come at once after the order waited for this thread while it did something else: they were run
+            # before the order, and seem to have taken no time.
+            if now_s - self.ordered_s >= median(self.before) / 2:
+                self.under_way -= 1
             return None
         self.paced.append(now_s - last_s)
-        if self.is_judged or not self.is_complete or len(self.before) < _FEWEST_BEFORE:
+        if self.is_judged or not self.is_complete:
             return None
         self.is_judged = True
         self.times *= median(self.paced) / median(self.before)
@@ -138,6 +141,7 @@ class Frequencies:
         self._guard = guard
         self._paces: dict[int, Pace] = {}  # of the present mesh epoch
         self._hinted: object = None  # what the last hints were for
+        self._is_asked = False  # hints are being made
         self._trial = PaceTrial()  # of the present mesh epoch
 
     @classmethod
@@ -160,36 +164,51 @@ class Frequencies:
         """True if frequencies are set in this run."""
         return self._active
 
-    def hint(self, placement: Placement, running: Assignment, costs: CostModel, step: int, pids: Pids) -> list[Action]:
-        """Slows down workers that would wait and raises those that are waited for, as nothing else is to be changed.
+    def hint(self, placement: Placement, running: Assignment, costs: CostModel) -> list[Action]:
+        """Asks for hints, as nothing else is to be changed: who would wait slows down, who is waited for is raised.
 
-        Nothing happens if this very placement had its hints, while hints are judged, or if steps took longer with those
-        of this mesh epoch.
+        Nothing happens if this very placement had its hints, while hints are made or judged, if steps took longer with
+        those of this mesh epoch, or while there are too few steps to compare those with hints to.
 
         Args:
             running: the assignment of the placement with the limits that workers run with.
-            step: the last one that is committed.
-            pids: rank -> process id of a worker on this machine.
         """
         key = running, costs.speeds
         is_judging = bool(self._paces) and not self._trial.is_complete
-        if not self._active or key == self._hinted or is_judging or self._trial.failed:
+        if not self._active or self._is_asked or key == self._hinted or is_judging or self._trial.failed:
             return []
-        self._hinted = key
-        plan, hints = rounded_hints(running, costs, self._limits)
-        wanted = {rank: hint.pace for hint in hints for rank in hint.ranks}
+        if len(self._trial.before) < TRIAL_STEPS:
+            return []
+        self._hinted, self._is_asked = key, True
+        return [PlanFrequencies(HintRequest(placement, running, costs, self._limits))]
+
+    def hinted(self, event: Hinted, step: int, now: float, pids: Pids, *, holds: bool) -> list[Action]:
+        """The hints are made. They are sent, unless they are like those that are in force.
+
+        Args:
+            step: the last one that is committed.
+            now: seconds of a clock that never runs back.
+            pids: rank -> process id of a worker on this machine.
+            holds: False if they are dropped: the mesh has changed meanwhile, or something else is to change.
+        """
+        self._is_asked = False
+        if not holds or not self._active:
+            self._hinted = None
+            return []
+        placement, running, costs = event.request.placement, event.request.running, event.request.costs
+        wanted = {rank: hint.pace for hint in event.hints for rank in hint.ranks}
         if all(_alike(pace, self._paces.get(rank, Pace())) for rank, pace in wanted.items()):
             return []
         if self._guard is not None and not self._paces:
             self._guard.share(self._shares(placement.mesh.members, pids))
         self._paces = wanted
-        self._trial.ordered()
+        self._trial.ordered(now)
         epoch = placement.mesh.epoch
         seconds = hold_seconds(running, costs)
         messages: list[Action] = [
-            Send(rank, _message(epoch, hint, seconds[rank])) for hint in hints for rank in hint.ranks
+            Send(rank, _message(epoch, hint, seconds[rank])) for hint in event.hints for rank in hint.ranks
         ]
-        return [*messages, _event(plan, wanted, step, epoch)]
+        return [*messages, _event(event.plan, wanted, step, epoch)]
 
     def begun(self, placement: Placement, step: int) -> list[Action]:
         """A mesh epoch begins after `step`: workers have forgotten their paces, which were for another mesh."""
@@ -222,6 +241,10 @@ class Frequencies:
             return []
         why = f"steps took {times:.2f} times as long with hints as before them"
         return self._withdrawn(placement, step, {"why": why}, f"normal again: {why}")
+
+    def leave_out(self) -> None:
+        """Steps up to the last one that is committed are compared with no others: they were not all run in one way."""
+        self._trial.before.clear()
 
     def _withdrawn(self, placement: Placement, step: int, about: Mapping[str, object], message: str) -> list[Action]:
         """All workers go on at the normal frequency, in no order but what is ready."""
@@ -263,15 +286,6 @@ class Frequencies:
         return tuple(name for name, device in devices.items() if allowed is None or allowed & set(device.cpus))
 
 
-def rounded_hints(
-    assignment: Assignment, costs: CostModel, limits: FrequencyRange
-) -> tuple[FrequencyPlan, tuple[Hint, ...]]:
-    """The plan and the hints of `frequency_hints`, with frequencies rounded up."""
-    plan, hints = frequency_hints(assignment, costs, limits)
-    found = tuple(Hint(hint.stage, hint.ranks, _rounded(hint.pace, limits.highest), hint.order) for hint in hints)
-    return plan, found
-
-
 def hold_seconds(assignment: Assignment, costs: CostModel) -> dict[int, float]:
     """Rank -> the longest that a worker waits for its planned action though another is ready: a mean action of it.
 
@@ -283,13 +297,6 @@ def hold_seconds(assignment: Assignment, costs: CostModel) -> dict[int, float]:
         for s, members in enumerate(assignment.stages)
         for rank in members
     }
-
-
-def _rounded(pace: Pace, highest: float) -> Pace:
-    """The pace with its frequencies rounded up; runs with equal ones are one run."""
-    up = [min(round(math.ceil(f / _GRAIN - 1e-6) * _GRAIN, 6), highest) for f in pace.frequencies]
-    kept = [i for i, f in enumerate(up) if not i or f != up[i - 1]]
-    return Pace(tuple(pace.starts[i] for i in kept), tuple(up[i] for i in kept))
 
 
 def _alike(one: Pace, other: Pace) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from elaswave_spmd.controller.planning import Planned
+from elaswave_spmd.controller.planning import Hinted, Planned
 from elaswave_spmd.recovery.messages import AnyMessage, Heartbeat
 from elaswave_spmd.recovery.reconfiguration import Goal
 from elaswave_spmd.run_dir.manifest import Manifest
@@ -158,6 +158,7 @@ Event: TypeAlias = (
     | CheckpointFound
     | ExitsReported
     | Planned
+    | Hinted
     | MoveRequested
     | Rejected
     | StopRequested

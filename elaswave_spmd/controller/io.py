@@ -48,7 +48,7 @@ from elaswave_spmd.controller.events import (
     WorkerEnded,
 )
 from elaswave_spmd.controller.orphaned_run import NEXT_RANK, SCRATCH, adoption_record
-from elaswave_spmd.controller.planning import PlanRequest, PlanThread
+from elaswave_spmd.controller.planning import HintRequest, PlanRequest, PlanThread
 from elaswave_spmd.controller.resume import Adoption
 from elaswave_spmd.errors import CheckpointError, ConfigError, RunError, UserError
 from elaswave_spmd.mesh.topology import Path as DomainPath
@@ -211,8 +211,8 @@ class ControllerIO(Protocol):
         """
         ...
 
-    def plan(self, request: PlanRequest) -> None:
-        """Plan a change of the mesh in the background; Planned follows."""
+    def plan(self, request: PlanRequest | HintRequest) -> None:
+        """Plan a change of the mesh, or frequencies, in the background; Planned or Hinted follows."""
         ...
 
     def write_manifest(self, manifest: Manifest, trusted: int | None, best: Sequence[int]) -> None:
@@ -505,7 +505,7 @@ class ProcessIO:
     def journal(self, prepare: Prepare, next_rank: int) -> None:
         self._writer.journal(prepare, {NEXT_RANK: next_rank} if self._journals_ranks else {})
 
-    def plan(self, request: PlanRequest) -> None:
+    def plan(self, request: PlanRequest | HintRequest) -> None:
         self._planning.ask(request)
 
     def write_manifest(self, manifest: Manifest, trusted: int | None, best: Sequence[int]) -> None:

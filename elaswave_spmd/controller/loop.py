@@ -36,6 +36,7 @@ from elaswave_spmd.controller.actions import (
     LetAgentGo,
     LinkFailed,
     PlanChange,
+    PlanFrequencies,
     Record,
     RecordLostWorker,
     RefuseAgent,
@@ -77,7 +78,7 @@ from elaswave_spmd.controller.machines import Machines, Whereabouts
 from elaswave_spmd.controller.model_checks import ModelChecks, split_of_emulated
 from elaswave_spmd.controller.notices import Notices
 from elaswave_spmd.controller.outcomes import Outcome, RunFinished, RunStopped
-from elaswave_spmd.controller.planning import Planned
+from elaswave_spmd.controller.planning import Hinted, Planned
 from elaswave_spmd.controller.released import ReleasedWorkers
 from elaswave_spmd.controller.replacements import ReplacementPolicy, Replacements
 from elaswave_spmd.controller.replica_verification import ReplicaVerifier
@@ -158,7 +159,12 @@ class Controller:
         self._io = io
         self._log = log
         policy = ReschedulePolicy.from_settings(settings, plan.job.steps)
-        measured = MeasuredCosts(policy.schedule, plan.costs, follows_speeds=policy.schedule.microbatches)
+        measured = MeasuredCosts(
+            policy.schedule,
+            plan.costs,
+            follows_speeds=policy.schedule.microbatches,
+            mirror_count=policy.mirror_count,
+        )
         draw = CheckDraw(plan.job.seed, plan.job.verify_rate)
         came_back = adoption is not None
         self.protocol = _protocol_of(plan, checkpoints.step, measured, draw, log.validations, came_back=came_back)
@@ -411,6 +417,8 @@ class Controller:
                 return self.protocol.rebalance(goal)
             case Planned():
                 return self._rescheduler.planned(event)
+            case Hinted():
+                return self._rescheduler.hinted(event, now)
             case Tick(read_until):
                 return self._tick(now, read_until)
             case Rejected():
@@ -642,7 +650,7 @@ class Controller:
             case End(outcome):
                 # Once all results are here the run has finished, whatever loss or request has ended it after that.
                 self.outcome = outcome if self._done_by is None else RunFinished()
-            case PlanChange(request):
+            case PlanChange(request) | PlanFrequencies(request):
                 io.plan(request)
             case WriteManifest(manifest):
                 io.write_manifest(manifest, self._trusted, self._log.validations.ranked if self._keeps_best else ())

@@ -1,11 +1,13 @@
-"""Plans of changes are made beside the controller's loop, which answers a lost worker within milliseconds meanwhile.
+"""Plans of changes, and of frequencies, are made beside the controller's loop, which answers a lost worker meanwhile.
 
-On some dozens of workers a plan takes seconds, as many groupings of the workers are looked at. A request has all that a
-plan depends on, so that the answer is the same whenever and wherever it is made.
+The loop answers within milliseconds. On some dozens of workers a plan takes seconds, as many groupings of the workers
+are looked at; so do frequencies for single actions. A request has all that a plan depends on, so that the answer is the
+same whenever and wherever it is made.
 """
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections import deque
@@ -14,9 +16,12 @@ from dataclasses import dataclass
 
 from elaswave_spmd.errors import PlanError
 from elaswave_spmd.scheduling.cost_model import CostModel
+from elaswave_spmd.scheduling.dvfs import FrequencyPlan, FrequencyRange, Hint, Pace
 from elaswave_spmd.scheduling.placement import Placement
-from elaswave_spmd.scheduling.rebalance import Decision, PlanSettings, plan_change
+from elaswave_spmd.scheduling.rebalance import Decision, PlanSettings, frequency_hints, plan_change
 from elaswave_spmd.scheduling.step_time import Assignment
+
+_GRAIN = 0.01  # frequencies are rounded up to multiples of this
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,52 @@ class Planned:
     why_not: str = ""
 
 
+@dataclass(frozen=True)
+class HintRequest:
+    """A request has what frequency hints are made of.
+
+    Args:
+        placement: the placement.
+        running: its assignment with the limits that workers run with.
+        costs: the costs to plan with.
+        limits: the range of frequencies.
+    """
+
+    placement: Placement
+    running: Assignment
+    costs: CostModel
+    limits: FrequencyRange
+
+    def answer(self) -> Hinted:
+        """The hints. Takes up to seconds."""
+        return Hinted(self, *rounded_hints(self.running, self.costs, self.limits))
+
+
+@dataclass(frozen=True)
+class Hinted:
+    """The answer to a request, an event."""
+
+    request: HintRequest
+    plan: FrequencyPlan
+    hints: tuple[Hint, ...]
+
+
+def rounded_hints(
+    assignment: Assignment, costs: CostModel, limits: FrequencyRange
+) -> tuple[FrequencyPlan, tuple[Hint, ...]]:
+    """The plan and the hints of `frequency_hints`, with frequencies rounded up."""
+    plan, hints = frequency_hints(assignment, costs, limits)
+    found = tuple(Hint(hint.stage, hint.ranks, _rounded(hint.pace, limits.highest), hint.order) for hint in hints)
+    return plan, found
+
+
+def _rounded(pace: Pace, highest: float) -> Pace:
+    """The pace with its frequencies rounded up; runs with equal ones are one run."""
+    up = [min(round(math.ceil(f / _GRAIN - 1e-6) * _GRAIN, 6), highest) for f in pace.frequencies]
+    kept = [i for i, f in enumerate(up) if not i or f != up[i - 1]]
+    return Pace(tuple(pace.starts[i] for i in kept), tuple(up[i] for i in kept))
+
+
 class PlanThread:
     """The thread that plans, one request after another.
 
@@ -67,18 +118,18 @@ class PlanThread:
 
     def __init__(self, wake: Callable[[str], None]) -> None:
         self._wake = wake
-        self._requests: queue.SimpleQueue[PlanRequest | None] = queue.SimpleQueue()
-        self._answers: deque[Planned | BaseException] = deque()
+        self._requests: queue.SimpleQueue[PlanRequest | HintRequest | None] = queue.SimpleQueue()
+        self._answers: deque[Planned | Hinted | BaseException] = deque()
         self._thread: threading.Thread | None = None
 
-    def ask(self, request: PlanRequest) -> None:
+    def ask(self, request: PlanRequest | HintRequest) -> None:
         """Plan this after what was asked for before. Never waits."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._answer_all, name="planning", daemon=True)
             self._thread.start()
         self._requests.put(request)
 
-    def next_answer(self) -> Planned | None:
+    def next_answer(self) -> Planned | Hinted | None:
         """The oldest answer that was not taken yet.
 
         Raises:

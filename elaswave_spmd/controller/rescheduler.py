@@ -7,17 +7,17 @@ When no move gains anything, device frequencies may be lowered instead (dvfs.py)
 from __future__ import annotations
 
 import math
-import operator
 import statistics
-from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections import defaultdict, deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, pairwise
 
 from elaswave_spmd.conf.schema import AUTO, XLA, ScheduleSettings, Settings
 from elaswave_spmd.controller.actions import Action, PlanChange, Record, WriteCosts
 from elaswave_spmd.controller.backward_trial import BackwardChoice
 from elaswave_spmd.controller.dvfs import Frequencies
-from elaswave_spmd.controller.planning import Planned, PlanRequest
+from elaswave_spmd.controller.planning import Hinted, HintRequest, Planned, PlanRequest
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.recovery.controller_protocol import ControllerProtocol, Goal
 from elaswave_spmd.recovery.messages import Measured
@@ -28,11 +28,12 @@ from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.profiler import SLOWEST, LayerSample, ProfileSmoother
 from elaswave_spmd.scheduling.rebalance import Decision, PlanSettings, Variant, reassign_microbatches
 from elaswave_spmd.scheduling.split_backward import SplitBackward, best_limits, executed, priced
-from elaswave_spmd.scheduling.step_time import Assignment, state_of, step_time
+from elaswave_spmd.scheduling.step_time import Assignment, MemoryTables, memory_of, state_limit, step_time
 
 _MOST_DOUBLINGS = 6  # the number of reviews that must ask for a change doubles with each change, at most this often
 _SHORT_STEP_S = 0.05  # seconds; nothing is moved for shorter steps, whose differences are noise (help of settings)
 _TIMED_WORKERS = 32  # on larger meshes a change after a loss does not compare candidates by their step time
+_TRIED_AFTER = 1000  # steps after which a slow worker without micro-batches is tried again; twice as many each time
 _SLOW, _FAST = 0.8, 0.9  # relative speeds below which a worker is logged as slow, and above which as recovered
 
 
@@ -44,16 +45,24 @@ class MeasuredCosts:
         base: the costs of the layers by estimate or profile, before anything is measured.
         follows_speeds: True if faster workers get more micro-batches (schedule.microbatches); False if all get the
             same number.
+        mirror_count: the number of mirrors of each page, which take memory.
     """
 
-    def __init__(self, settings: ScheduleSettings, base: CostModel, *, follows_speeds: bool) -> None:
+    def __init__(
+        self, settings: ScheduleSettings, base: CostModel, *, follows_speeds: bool, mirror_count: int = 1
+    ) -> None:
         self._settings = settings
         self._base = base
         self._follows_speeds = follows_speeds
+        self._mirror_count = mirror_count
         self._profile = ProfileSmoother(len(base.layers), window=settings.window)
         self._samples: defaultdict[int, list[LayerSample]] = defaultdict(list)
         self._links: dict[int, tuple[float, ...]] = {}  # rank -> latency in seconds, bytes per second
         self._lasting = LastingCosts(settings.lasting, base)
+        self._idle: dict[int, int] = {}  # rank of a slow member -> steps in a row of which it has measured nothing
+        self._waits: dict[int, int] = {}  # rank of a member that was tried again -> steps until it is the next time
+        # When the last steps were committed, whose times the medians are of. Of the last one no times have come yet.
+        self._committed_s: deque[float] = deque(maxlen=settings.window + 2)
 
     @property
     def is_measured(self) -> bool:
@@ -64,6 +73,11 @@ class MeasuredCosts:
     def speeds(self) -> Mapping[int, float]:
         """Rank -> speed relative to the median worker, over the last steps."""
         return self._profile.reported
+
+    @property
+    def tried(self) -> Collection[int]:
+        """The members whose speed was forgotten, as they were slow and had no micro-batch for long."""
+        return self._waits.keys()
 
     @property
     def costs(self) -> CostModel:
@@ -84,7 +98,10 @@ class MeasuredCosts:
         Args:
             now: seconds of a clock that never runs back.
         """
-        self._lasting = self._lasting.observe(self.costs, now)
+        each = [after - before for before, after in pairwise(self._committed_s)]
+        # A pause, as for a validation, is in the time of one of these steps, and so not in the median.
+        took = len(each) * statistics.median_low(each) if each else math.inf
+        self._lasting = self._lasting.observe(self.costs, now, took)
         return self._lasting.is_covered
 
     def measured(self, message: Measured) -> None:
@@ -98,43 +115,80 @@ class MeasuredCosts:
                 each = (forward_s / forwards, backward_s / backwards, put_off.get(layer, 0.0))
                 self._samples[message.step].append(LayerSample(message.rank, layer, *each))
 
-    def committed(self, step: int, members: Collection[int]) -> int:
+    def committed(self, step: int, members: Collection[int], now: float) -> int:
         """A step is committed, so every member has reported its times of the step before the last.
 
         Returns the number of steps whose measurements are complete now.
         """
+        self._committed_s.append(now)
         members = frozenset(members)  # thousands of look-ups follow on a large mesh
         self._profile = self._profile.forget(self._profile.workers.keys() - members)
         complete = sorted(s for s in self._samples if s < step - 1)
         for old in complete:
-            self._profile = self._profile.observe(s for s in self._samples.pop(old) if s.rank in members)
+            samples = [s for s in self._samples.pop(old) if s.rank in members]
+            self._profile = self._profile.observe(samples)
+            self._forget_idle(members, {s.rank for s in samples})
         return len(complete)
+
+    def _forget_idle(self, members: Collection[int], measured: Collection[int]) -> None:
+        """Forget the speed of workers that were parked for being slow a long time ago, so that a plan tries them.
+
+        What has no micro-batch measures nothing, and would count as slow for the rest of the run. If it is slow still,
+        it is parked again, and its next trial comes after twice as many steps.
+
+        Args:
+            members: the members.
+            measured: those that have measured something in this step.
+        """
+        speeds = {**dict(self._base.speeds), **self._profile.reported}
+        idle = [rank for rank, speed in speeds.items() if speed < 1.0 and rank in members and rank not in measured]
+        self._idle = {rank: self._idle.get(rank, 0) + 1 for rank in idle}
+        for rank, steps in self._idle.items():
+            wait = self._waits.get(rank, _TRIED_AFTER)
+            if steps >= wait:
+                self._waits[rank] = 2 * wait
+                self._profile, self._base = self._profile.forget({rank}), self._base.without({rank})
 
     def members_changed(self, members: Collection[int]) -> None:
         """Members have come or gone."""
         self._links = {rank: link for rank, link in self._links.items() if rank in members}
+        self._waits = {rank: steps for rank, steps in self._waits.items() if rank in members}
 
     def assign(
         self, old: Placement, stages: Stages, num_microbatches: int, *, split: SplitBackward | None = None
     ) -> tuple[tuple[int, ...], ...]:
-        """The micro-batches of each worker: as `plan_change` would assign them, where layers stay."""
+        """The micro-batches of each worker: as `plan_change` would assign them, where layers stay.
+
+        Assignments that fit in memory come first, as in plans. What a new number of stages needs is not known here, as
+        its layers are not cut yet.
+        """
         if not self._follows_speeds:
             return assign_evenly(stages, num_microbatches)
-        costs, order, cuts = self.lasting, old.microbatch_order, old.layer_cuts
-        candidates = reassign_microbatches(Assignment.of(old), num_microbatches, stages, costs, self._settings.align)
+        costs, order, cuts = priced(self.lasting, split), old.microbatch_order, old.layer_cuts
+        found = reassign_microbatches(Assignment.of(old), num_microbatches, stages, costs, self._settings.align)
+        candidates = (each.counts for each in found)
+        if len(stages) != len(cuts) - 1:
+            return next(candidates)
         # All members wait for this decision, and on a large mesh it takes long to make other candidates, and to compute
         # the step time of each.
-        if sum(map(len, stages)) > _TIMED_WORKERS or len(stages) != len(cuts) - 1:
-            return next(candidates).counts
-        found = [candidate.counts for candidate in candidates]
-        if len(found) == 1:
-            return found[0]
-        costs = priced(costs, split)
-
-        def seconds(counts: tuple[tuple[int, ...], ...]) -> float:
-            return step_time(executed(Assignment(stages, cuts, counts, order), split), costs).seconds
-
-        return min(found, key=seconds)
+        is_large = sum(map(len, stages)) > _TIMED_WORKERS
+        by_counts = {
+            counts: executed(Assignment(stages, cuts, counts, order), split)
+            for counts in islice(candidates, 1 if is_large else None)
+        }
+        if self._settings.memory_limit is not None:
+            # The one that needs the least memory may be none of these.
+            even = assign_evenly(stages, num_microbatches)
+            by_counts.setdefault(even, executed(Assignment(stages, cuts, even, order), split))
+            rule, tables = MemoryRule(old.shardings, self._mirror_count), MemoryTables()
+            needed = {counts: max(memory_of(each, costs, rule, tables)) for counts, each in by_counts.items()}
+            fitting = {
+                counts: each for counts, each in by_counts.items() if needed[counts] <= self._settings.memory_limit
+            }
+            by_counts = fitting or by_counts
+        if is_large or len(by_counts) == 1:
+            return next(iter(by_counts))
+        return min(by_counts, key=lambda counts: step_time(by_counts[counts], costs).seconds)
 
     def limited(self, placement: Placement, split: SplitBackward) -> Assignment:
         """The placement with the limits of its workers.
@@ -223,6 +277,7 @@ class Rescheduler:
         self._asked: tuple[Goal, int] | None = None  # the goal of the last reviews, and how many had it in a row
         self._members = protocol.placement.mesh.members
         self._changes = 0  # the number of changes that this has made since members last came or went
+        self._step = 0  # the last one that is committed
         self._planned: Planned | None = None  # the last plan
         self._is_planning = False
         self._reviewed = 0  # the step of the last review
@@ -258,8 +313,9 @@ class Rescheduler:
         Args:
             now: seconds of a clock that never runs back.
         """
+        self._step = step
         mesh = self._protocol.placement.mesh
-        self._observed += self._measured.committed(step, mesh.members)
+        self._observed += self._measured.committed(step, mesh.members, now)
         if sorted(mesh.members) != sorted(self._members):
             self._members = mesh.members
             self._changes = 0
@@ -270,6 +326,8 @@ class Rescheduler:
             self._asked = None
             self._content = 0
         actions = self._frequencies.committed(self._protocol.placement, step, now)
+        if self._backwards.is_trying:  # before it decides: its last block may be run in the way that is given up
+            self._frequencies.leave_out()
         actions += self._backwards.committed(step, now)
         settings = self._settings
         follows = settings.microbatches or settings.layers or self._policy.drain_below or self._frequencies.active
@@ -302,15 +360,30 @@ class Rescheduler:
     def planned(self, event: Planned) -> list[Action]:
         """A plan is ready. It is dropped if the mesh has changed meanwhile, or is about to."""
         self._is_planning = False
-        epoch, asked = self._protocol.placement.mesh.epoch, event.request
-        if not self._protocol.settled or (epoch, self._protocol.running) != (asked.placement.mesh.epoch, asked.running):
+        if not self._is_current(event.request):
             return []
+        epoch = self._protocol.placement.mesh.epoch
         last, self._planned = self._planned, event
         if event.decision is not None:
-            return self._judge(event.decision, asked.costs)
+            return self._judge(event.decision, event.request.costs)
         if last is not None and last.request.placement.mesh.epoch == epoch:
             return []  # that nothing fits was recorded in this mesh epoch already
         return [Record("plan", {"ranks": [], "mesh_epoch": epoch, "reason": event.why_not, "message": event.why_not})]
+
+    def hinted(self, event: Hinted, now: float) -> list[Action]:
+        """Frequency hints are ready. They are dropped as a plan is, or if something else is to be changed now.
+
+        Args:
+            now: seconds of a clock that never runs back.
+        """
+        is_quiet = self._content >= self._settings.patience and not self._backwards.is_trying
+        holds = is_quiet and self._is_current(event.request)
+        return self._frequencies.hinted(event, self._step, now, self._roster.pids, holds=holds)
+
+    def _is_current(self, asked: PlanRequest | HintRequest) -> bool:
+        """True if the mesh is as it was when this was asked for, and does not change."""
+        epoch, running = self._protocol.placement.mesh.epoch, self._protocol.running
+        return self._protocol.settled and (epoch, running) == (asked.placement.mesh.epoch, asked.running)
 
     def _judge(self, decision: Decision | None, costs: CostModel) -> list[Action]:
         """Decide what follows from a plan at one review.
@@ -333,19 +406,24 @@ class Rescheduler:
             self._content += 1
             # Frequencies come last: only when nothing has moved for a while, and not during another trial.
             if self._content >= self._settings.patience and not self._backwards.is_trying:
-                here, running = self._protocol.placement, self._protocol.running
-                actions += self._frequencies.hint(here, running, costs, step, self._roster.pids)
+                actions += self._frequencies.hint(self._protocol.placement, self._protocol.running, costs)
             return actions
         self._content = 0
         times = self._asked[1] + 1 if self._asked is not None and _alike(self._asked[0], goal) else 1
         self._asked = goal, times
         # Each change must be asked for by twice as many reviews in a row as the one before, so that noise does not move
-        # micro-batches back and forth.
-        if times >= self._settings.patience * 2 ** min(self._changes, _MOST_DOUBLINGS):
+        # micro-batches back and forth. But trials of parked workers become rare by themselves, and are to end soon.
+        is_trial = not self._parked_by(goal).isdisjoint(self._measured.tried)
+        if times >= self._settings.patience * 2 ** (0 if is_trial else min(self._changes, _MOST_DOUBLINGS)):
             self._asked = None
-            self._changes += 1
+            self._changes += not is_trial
             actions += self._protocol.rebalance(goal)
         return actions
+
+    def _parked_by(self, goal: Goal) -> set[int]:
+        """The workers that have micro-batches either at present or by the goal, but not both."""
+        here = self._protocol.placement
+        return _parked(here.mesh.stages, here.microbatch_counts) ^ _parked(goal.stages, goal.microbatch_counts)
 
     def _request(self, costs: CostModel, remaining_steps: int) -> PlanRequest:
         protocol, settings = self._protocol, self._settings
@@ -371,17 +449,14 @@ class Rescheduler:
         )
 
     def _state_limit(self, costs: CostModel) -> float:
-        """The most bytes of state that a plan may give to one worker; without it a plan could overload one's memory.
+        """The most bytes of state that a plan may give to one worker (`state_limit`).
 
-        It is twice the mean of the workers on the mesh that the run was started with, or the most that some worker has
-        at present if that is more. With schedule.memory_limit there is no such limit, as that setting says what fits.
+        With schedule.memory_limit there is no such limit, as that setting says what fits.
         """
         if self._settings.memory_limit is not None:
             return math.inf
-        started = state_of(Assignment.of(self._started), costs, self._rule)
-        sizes = [len(members) for members in self._started.mesh.stages]
-        even = sum(map(operator.mul, sizes, started)) / sum(sizes)
-        return max(2 * even, *state_of(Assignment.of(self._protocol.placement), costs, self._rule))
+        started, present = Assignment.of(self._started), Assignment.of(self._protocol.placement)
+        return state_limit(started, present, costs, self._rule)
 
     def _goal(self, decision: Decision) -> Goal | None:
         """The next move, if one gains enough; else None.
@@ -443,7 +518,10 @@ class Rescheduler:
                 kind, why = "recover", f"worker {rank} is as fast as the others again"
             else:
                 continue
-            about = {"ranks": [rank], "mesh_epoch": epoch, "speed": round(speed, 3), "reason": "measured times"}
+            known = "measured times"
+            if rank in self._measured.tried and rank not in self._measured.speeds:
+                known, why = "not measured for long", f"worker {rank} had no work for long: it is tried again"
+            about = {"ranks": [rank], "mesh_epoch": epoch, "speed": round(speed, 3), "reason": known}
             actions.append(Record(kind, {"step": step, **about, "message": why}))
         return actions
 
@@ -462,6 +540,12 @@ class Rescheduler:
 def _times_as_long(speed: float) -> str:
     # The smoother's speeds are multiples of its grain, and never less than one.
     return f"{1 / speed:.2f} times as long" if speed > SLOWEST else f"{1 / SLOWEST:.0f} times as long, or more"
+
+
+def _parked(stages: Stages, counts: Sequence[Sequence[int]]) -> set[int]:
+    """The workers that have no micro-batch."""
+    each = zip(stages, counts, strict=True)
+    return {rank for members, of_stage in each for rank, n in zip(members, of_stage, strict=True) if not n}
 
 
 def _alike(one: Goal, other: Goal) -> bool:

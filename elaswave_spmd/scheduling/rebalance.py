@@ -208,6 +208,8 @@ class PlanSettings:
             they are. If stages are lost, their layers move all the same.
         follows_speeds: True if micro-batches are assigned by the speeds of workers; False if evenly, whatever these are
             (`schedule.microbatches=false`).
+        min_gain: the share of a step that another placement of layers has to gain to be planned for later; a run, which
+            judges its plans by `schedule.min_gain` itself, asks for 0.
         frequencies: the range of frequencies that devices can be set to; None if no hints are wanted.
     """
 
@@ -220,6 +222,7 @@ class PlanSettings:
     stage_counts: Collection[int] | None = None
     keeps_layers: bool = False
     follows_speeds: bool = True
+    min_gain: float = 0.0
     frequencies: FrequencyRange | None = None
 
     @property
@@ -278,6 +281,11 @@ def plan_change(
     later, why = None, "layers stay (schedule.layers=false)"
     if not settings.keeps_layers:
         later, why = planner.later(grouping, at_once)
+    least = now.time.seconds * (1 - settings.min_gain)
+    if settings.min_gain and later is not None and not why_anew and later.time.seconds > least:
+        gain = 1 - later.time.seconds / now.time.seconds
+        too_little = f"less than {settings.min_gain:.1%} with schedule.min_gain"
+        later, why = None, f"layers stay: to move them would gain {gain:.1%} of a step, {too_little}"
     reasons = [_reason_for_now(now, why_anew, "by speed" if settings.follows_speeds else "evenly"), why]
     if lacks := planner.lacks((later or now).assignment):
         reasons.append(f"that does not fit in memory: the fullest worker lacks {lacks:,.0f} B")

@@ -14,11 +14,14 @@ from elaswave_spmd.conf.given_files import text_of
 from elaswave_spmd.conf.schema import EMULATED, NEVER, ModelSettings, Settings
 from elaswave_spmd.errors import ConfigError
 from elaswave_spmd.mesh import Mesh
+from elaswave_spmd.recovery.reconfiguration import Stages, assign_evenly
 from elaswave_spmd.scheduling.cost_model import PROFILE_FIX, CostModel
 from elaswave_spmd.scheduling.dvfs import FrequencyRange
+from elaswave_spmd.scheduling.partition import balance_layers
+from elaswave_spmd.scheduling.placement import CONTIGUOUS
 from elaswave_spmd.scheduling.rebalance import Decision, PlanSettings, Variant, plan_change
 from elaswave_spmd.scheduling.state_moves import Move, layout_of_costs
-from elaswave_spmd.scheduling.step_time import Assignment, StepTime, step_time
+from elaswave_spmd.scheduling.step_time import Assignment, StepTime, state_limit, step_time
 from elaswave_spmd.sharding import P, Shardings
 from elaswave_spmd.simulator import Case, Change, alike, healthy, llama
 from elaswave_spmd.simulator.shapes import LlamaShape
@@ -112,17 +115,20 @@ def make(settings: Settings, named: Collection[str], event: str) -> Plan:
         layout=layout_of_costs(costs, settings.page.size),
     )
     before = step_time(case.healthy_split, costs, case.rule)
+    stages = case.change.stages(mesh)
     limits = FrequencyRange(
         schedule.f_min, schedule.f_max, schedule.f_margin, schedule.f_changes, schedule.f_change_ms / 1e3
     )
     asked = PlanSettings(
         layout=case.layout,
         memory_limit=case.memory_limit,
+        state_limit=_state_limit(case, stages) if schedule.memory_limit is None else math.inf,
         mirror_count=case.mirror_count,
         split=case.split,
         align=schedule.align,
         stage_counts=None if schedule.layers and schedule.stages else (),
         keeps_layers=not schedule.layers,
+        min_gain=schedule.min_gain,
         frequencies=limits if schedule.frequency != "none" else None,
     )
     began = perf_counter()
@@ -131,10 +137,23 @@ def make(settings: Settings, named: Collection[str], event: str) -> Plan:
         case.after,
         case.remaining_steps,
         asked,
-        stages=case.change.stages(mesh),
+        stages=stages,
         goal_s=before.seconds,
     )
     return Plan(case, decision, before, source, perf_counter() - began)
+
+
+def _state_limit(case: Case, stages: Stages) -> float:
+    """The most bytes of state that a plan of a run may give to one worker after the event.
+
+    Args:
+        stages: the workers that are left, by stage, between which layers are cut as a run cuts them at once.
+    """
+    cuts, sizes = case.healthy.layer_cuts, [len(members) for members in stages]
+    if len(stages) != case.healthy.num_stages and case.layout is not None:
+        cuts = balance_layers(list(case.layout.work), sizes)
+    present = Assignment(stages, cuts, assign_evenly(stages, case.healthy.num_microbatches), CONTIGUOUS)
+    return state_limit(case.healthy, present, case.costs, case.rule)
 
 
 def _num_microbatches(settings: Settings, named: Collection[str], mesh: Mesh) -> int:

@@ -41,7 +41,7 @@ from elaswave_spmd.controller.events import (
     WorkerEnded,
 )
 from elaswave_spmd.controller.io import Spawned
-from elaswave_spmd.controller.planning import PlanRequest
+from elaswave_spmd.controller.planning import HintRequest, PlanRequest
 from elaswave_spmd.controller.resume import Adoption, ResumePoint
 from elaswave_spmd.controller.run_log import RunLog
 from elaswave_spmd.data import PreparedData
@@ -313,7 +313,7 @@ class SimulatedIO:
     def settle(self) -> None:
         self._cluster.is_settled = True
 
-    def plan(self, request: PlanRequest) -> None:
+    def plan(self, request: PlanRequest | HintRequest) -> None:
         self.events.append(request.answer())
 
     def write_manifest(self, manifest: Manifest, trusted: int | None, best: object) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaswave_spmd.conf.schema import ScheduleSettings
-from elaswave_spmd.controller.actions import Action, PlanChange, Record
-from elaswave_spmd.controller.dvfs import TRIAL_STEPS, Frequencies, PaceTrial, hold_seconds, rounded_hints
+from elaswave_spmd.controller import planning
+from elaswave_spmd.controller.actions import Action, PlanChange, PlanFrequencies, Record
+from elaswave_spmd.controller.dvfs import TRIAL_STEPS, Frequencies, PaceTrial, hold_seconds
+from elaswave_spmd.controller.planning import Hinted, HintRequest, PlanThread, rounded_hints
 from elaswave_spmd.controller.rescheduler import MeasuredCosts, ReschedulePolicy, Rescheduler
 from elaswave_spmd.controller.roster import Roster
 from elaswave_spmd.recovery.actions import Broadcast, Send
@@ -28,6 +32,7 @@ from elaswave_spmd.scheduling.dvfs import FrequencyRange, Pace
 from elaswave_spmd.scheduling.placement import Placement
 from elaswave_spmd.scheduling.step_time import Assignment, timed_graph
 from tests.unit.scheduling.planning_cases import SPEEDS, assigned, costs_of, placed
+from tests.waiting import PATIENCE_S, eventually
 
 
 class MadeUpGuard:
@@ -66,6 +71,8 @@ class World:
             running=Assignment.of(self.placement),
         )
         self.goals: list[Goal] = []
+        self.asked: list[HintRequest] = []
+        self.answers = True  # hints are made at once
         self.events: list[dict[str, Any]] = []
         self.sent: dict[int, PaceMessage] = {}
         self.costs, self.speeds = [1.0] * layers, {}
@@ -86,6 +93,10 @@ class World:
             match action:
                 case PlanChange(request):
                     self.do(self.rescheduler.planned(request.answer()))
+                case PlanFrequencies(request):
+                    self.asked.append(request)
+                    if self.answers:
+                        self.do(self.rescheduler.hinted(request.answer(), self.now))
                 case Record():
                     self.events.append({"event": action.kind, **action.fields})
                 case Send(rank, PaceMessage() as message):
@@ -112,6 +123,12 @@ class World:
                     for ly in layers
                 )
                 self.rescheduler.report(Measured(rank, self.step, tuple(rows)))
+
+    def hint(self, costs: CostModel, step: int, pids: Mapping[int, int | None] | None = None) -> None:
+        """Hints for these costs are asked for, if they may be, and are made at once."""
+        for action in self.frequencies.hint(self.placement, self.protocol.running, costs):
+            assert isinstance(action, PlanFrequencies)
+            self.do(self.frequencies.hinted(action.request.answer(), step, self.now, pids or {}, holds=True))
 
     @property
     def hints(self) -> list[dict[int, Any]]:
@@ -165,6 +182,53 @@ def test_hints_come_when_nothing_else_is_to_be_changed() -> None:
     world.speeds[1] = 0.5
     world.train(40)
     assert world.goals and not world.sent
+
+
+def test_training_goes_on_while_hints_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take seconds, in which nobody answered a loss."""
+    may_go_on = threading.Event()
+
+    def held(*asked: Any) -> Any:
+        assert threading.current_thread().name == "planning" and may_go_on.wait(PATIENCE_S)
+        return rounded_hints(*asked)
+
+    monkeypatch.setattr(planning, "rounded_hints", held)
+    world, woken = uneven(), list[str]()
+    world.answers = False
+    world.train(30)
+    (request,) = world.asked
+    thread = PlanThread(woken.append)
+    thread.ask(request)
+    world.train(10)
+    assert thread.next_answer() is None and len(world.asked) == 1 and not world.sent
+    may_go_on.set()
+    eventually(lambda: bool(woken))
+    answer = thread.next_answer()
+    thread.close()
+    assert isinstance(answer, Hinted)
+    world.do(world.rescheduler.hinted(answer, world.now))
+    assert sorted(world.sent) == [0, 1, 2, 3, 4] and world.events[-1]["step"] == 40
+
+
+@pytest.mark.parametrize("change", ["epoch", "running", "unsettled", "a plan"])
+def test_hints_that_come_when_something_else_has_changed_are_dropped_and_made_anew(change: str) -> None:
+    world = uneven()
+    world.answers = False
+    world.train(30)
+    settled, running = world.placement, world.protocol.running
+    if change == "epoch":
+        world.protocol.placement = replace(settled, mesh=replace(settled.mesh, epoch=settled.mesh.epoch + 1))
+    elif change == "running":
+        world.protocol.running = replace(running, in_flight=(7,))
+    elif change == "unsettled":
+        world.protocol.settled = False
+    else:
+        world.rescheduler._content = 0
+    assert world.rescheduler.hinted(world.asked[0].answer(), world.now) == []
+    world.protocol.placement, world.protocol.running, world.protocol.settled = settled, running, True
+    world.answers = True
+    world.train(20)
+    assert len(world.asked) == 2 and len(world.sent) == 5
 
 
 def test_hints_wait_for_some_looks_and_are_sent_once() -> None:
@@ -286,12 +350,14 @@ def test_processors_are_shared_by_the_workers_that_may_run_on_them() -> None:
     devices = {"policy0": DeviceRange(1, 2, 3, (mine[0],)), "policy1": DeviceRange(1, 2, 3, (elsewhere,))}
     guard = MadeUpGuard(devices)
     world = uneven(guard)
-    costs, running = costs_of([0.03] * 6), world.protocol.running
-    world.frequencies.hint(world.placement, running, costs, 5, dict.fromkeys(range(5), os.getpid()))
+    costs = costs_of([0.03] * 6)
+    run_steps(world)
+    world.hint(costs, 5, dict.fromkeys(range(5), os.getpid()))
     assert guard.orders == [{"policy0": [0, 1, 2, 3, 4]}], "no policy of others"
     guard.orders.clear()
     world.frequencies.begun(world.placement, 7)
-    world.frequencies.hint(world.placement, running, costs, 8, {})
+    run_steps(world)
+    world.hint(costs, 8)
     everybody = [0, 1, 2, 3, 4]
     assert guard.orders == [{}, {"policy0": everybody, "policy1": everybody}], "unknown where they run: anywhere"
 
@@ -331,8 +397,8 @@ def test_a_worker_waits_as_long_as_a_mean_action() -> None:
     assert hold_seconds(assigned([1, 1], 4, costs), costs) == {0: 1.5, 1: 6.0}
 
 
-def judged(world: World) -> None:
-    """As many steps as hints are judged by, all equally long."""
+def run_steps(world: World) -> None:
+    """More steps than hints are compared with, or judged by, all equally long."""
     for _ in range(2 * TRIAL_STEPS):
         world.now += 1.0
         world.do(world.frequencies.committed(world.placement, world.step, world.now))
@@ -340,25 +406,22 @@ def judged(world: World) -> None:
 
 def test_paces_that_are_alike_are_left_alone() -> None:
     world = uneven()
-    running, speeds = world.protocol.running, {2: 1.0}
+    run_steps(world)
     for step, speed in enumerate((1.0, 1.01, 1.2)):
-        costs = costs_of([0.03] * 6).with_speeds(speeds | {2: speed})
-        world.do(world.frequencies.hint(world.placement, running, costs, step, {}))
-        judged(world)
+        world.hint(costs_of([0.03] * 6).with_speeds({2: speed}), step)
+        run_steps(world)
     assert [event["step"] for event in world.events] == [0, 2]
     assert Pace(world.sent[2].starts, world.sent[2].frequencies) == Pace((0,), (0.56,))
 
 
 def test_hints_that_are_judged_stay_as_they_are() -> None:
     world = uneven()
-    running = world.protocol.running
+    run_steps(world)
     for step, speed in enumerate((1.0, 1.2, 1.4)):
-        costs = costs_of([0.03] * 6).with_speeds({2: speed})
-        world.do(world.frequencies.hint(world.placement, running, costs, step, {}))
+        world.hint(costs_of([0.03] * 6).with_speeds({2: speed}), step)
     assert [event["step"] for event in world.events] == [0]
-    judged(world)
-    faster = costs_of([0.03] * 6).with_speeds({2: 1.4})
-    world.do(world.frequencies.hint(world.placement, running, faster, 3, {}))
+    run_steps(world)
+    world.hint(costs_of([0.03] * 6).with_speeds({2: 1.4}), 3)
     assert [event["step"] for event in world.events] == [0, 3]
 
 
@@ -370,15 +433,43 @@ def test_hints_wait_until_it_is_known_whether_weight_gradients_are_put_off() -> 
     world.train(60)
     assert not world.sent
     trial.is_trying = False
-    world.train(10)
+    world.train(12)
     assert world.sent
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.003])
+def test_steps_that_were_run_before_an_order_and_came_after_it_are_not_looked_at(late_s: float) -> None:
+    """They come at once when the controller has done something else meanwhile. Each seemed to have taken no time."""
+    trial, now, found = PaceTrial(), 0.0, []
+    for _ in range(2 * TRIAL_STEPS):
+        now += 1.0
+        trial.committed(now, has_paces=False)
+    now += 12.0
+    trial.ordered(now)
+    for seconds in [late_s] * 12 + [1.5] * 2 * TRIAL_STEPS:
+        now += seconds
+        found.append(trial.committed(now, has_paces=True))
+    assert [times for times in found if times is not None] == [pytest.approx(1.5)]
+
+
+def test_hints_are_compared_with_no_step_of_the_trial_of_backwards() -> None:
+    """The last of those steps are run in the way that is given up, and may take longer."""
+    world = uneven()
+    trial = SimpleNamespace(is_trying=True, committed=lambda step, now: [])
+    world.rescheduler._backwards = cast(Any, trial)
+    world.step_s, world.paced_step_s = 1.08, 1.12
+    world.train(40)
+    trial.is_trying, world.step_s = False, 1.0
+    world.train(60)
+    assert [bool(paces) for paces in world.hints] == [True, False]
+    assert "1.12 times as long" in world.events[-1]["why"]
 
 
 def test_orders_that_are_each_a_little_too_slow_are_not_kept_one_after_the_other() -> None:
     trial, now, found = PaceTrial(), 0.0, []
     for order, seconds in enumerate((1.0, 1.04, 1.04 * 1.04)):
         if order:
-            trial.ordered()
+            trial.ordered(now)
         for _ in range(2 * TRIAL_STEPS):
             now += seconds
             found.append(trial.committed(now, has_paces=order > 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -11,6 +12,7 @@ from unittest import mock
 import pytest
 
 from elaswave_spmd.conf.schema import ScheduleSettings
+from elaswave_spmd.controller import rescheduler
 from elaswave_spmd.controller.actions import Action, PlanChange, Record, WriteCosts
 from elaswave_spmd.controller.dvfs import Frequencies
 from elaswave_spmd.controller.planning import Planned, PlanRequest
@@ -56,6 +58,7 @@ class World:
         self.speeds: dict[int, float] = {}
         self.costs = [1.0] * LAYERS
         self.step = 0
+        self.paused_s = 0.0  # in which no step was run
         self.saved = ""
         schedule = ScheduleSettings(**{"lasting": 0.0, **settings})
         policy = ReschedulePolicy(schedule, 100, drain_below=drain_below, min_workers=min_workers)
@@ -81,6 +84,12 @@ class World:
         self.goals.append(goal)
         return []
 
+    def apply(self, goal: Goal) -> None:
+        """The micro-batches of the goal are those of the next mesh epoch."""
+        mesh = replace(self.placement.mesh, epoch=self.placement.mesh.epoch + 1)
+        self.placement = replace(self.placement, mesh=mesh, microbatch_counts=goal.microbatch_counts)
+        self.protocol.placement, self.protocol.running = self.placement, Assignment.of(self.placement)
+
     def drain(self, rank: int, reason: str) -> list[Any]:
         self.drained.append(rank)
         return []
@@ -88,7 +97,7 @@ class World:
     def train(self, steps: int) -> None:
         for _ in range(steps):
             self.step += 1
-            self.do(self.rescheduler.committed(self.step, float(self.step)))
+            self.do(self.rescheduler.committed(self.step, self.step + self.paused_s))
             for rank in self.placement.mesh.members:
                 microbatches = len(self.placement.microbatches_of(rank))
                 rows = []
@@ -134,6 +143,58 @@ def test_a_worker_that_is_slow_for_a_while_now_and_then_is_neither_shown_nor_act
         world.speeds = {turn % 3: 0.02}
         world.train(15)  # long enough for the medians, and for three decisions in a row
     assert (world.goals, world.events) == ([], [])
+
+
+def parked() -> World:
+    """Worker 1 of four has no micro-batch, as it was slow."""
+    world = World([4])
+    world.speeds = {1: 0.1}
+    world.train(30)
+    assert world.goals[0].microbatch_counts == ((4, 0, 4, 4),)
+    world.apply(world.goals[0])
+    world.goals.clear()
+    return world
+
+
+def test_a_worker_that_was_parked_for_being_slow_is_tried_again_after_a_thousand_steps() -> None:
+    """It had measured nothing any more, and so counted as slow for the rest of the run."""
+    world = parked()
+    world.speeds.clear()
+    world.train(950)
+    assert world.goals == [] and world.events == [("slow", [1])]
+    world.train(300)
+    assert world.goals[0].microbatch_counts == ((3, 3, 3, 3),) and world.events == [("slow", [1]), ("recover", [1])]
+
+
+def test_trials_of_a_worker_that_stays_slow_are_short_and_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rescheduler, "_TRIED_AFTER", 50)
+    world, at = parked(), list[int]()
+    for _ in range(1200):
+        world.train(1)
+        if world.goals:
+            at.append(world.step)
+            world.apply(world.goals.pop())
+    trials = list(zip(at[::2], at[1::2], strict=False))
+    assert len(trials) == 4 and all(end - begun <= 25 for begun, end in trials)
+    waits = [begun - end for (_, end), (begun, _) in pairwise(trials)]
+    assert all(2 * one - 30 <= two <= 2 * one + 30 for one, two in pairwise(waits))
+    assert world.events == [("slow", [1])] + [("recover", [1]), ("slow", [1])] * 4
+
+
+@pytest.mark.parametrize("before", [58, 59, 60, 61, 62])
+def test_a_few_slow_steps_after_a_pause_are_neither_shown_nor_acted_upon(before: int) -> None:
+    """The pause was taken for time that was measured, so that these steps alone decided."""
+    world = World([3], lasting=30.0, drain_below=0.5)
+    world.train(before)
+    world.paused_s = 40.0
+    world.speeds = {1: 0.3}
+    world.train(3)
+    world.speeds.clear()
+    world.train(60)
+    assert (world.goals, world.events, world.drained) == ([], [], [])
+    world.speeds = {1: 0.3}
+    world.train(60)
+    assert ("slow", [1]) in world.events and world.drained, "what lasts is acted upon"
 
 
 def test_slowness_that_lasts_is_shown_and_acted_upon() -> None:
@@ -299,6 +360,23 @@ def test_microbatches_that_do_not_fit_where_they_are_are_moved_whatever_that_cos
         return
     goal = world.goals[0]
     assert goal.microbatch_counts == ((4, 4, 4),) and "micro-batches to where they fit in memory" in goal.why
+
+
+@pytest.mark.parametrize(("others", "least", "enough"), [(1, 200.0, 300.0), (31, 300.0, 500.0)])
+def test_a_change_of_members_leaves_microbatches_where_they_fit(others: int, least: float, enough: float) -> None:
+    """A loss in one stage had undone in another what was planned for its memory, also on a large mesh."""
+
+    def assigned(memory_limit: float) -> tuple[int, ...]:
+        world = World([3, others + 1], memory_limit=memory_limit, layers=False)
+        base = world.measured._base
+        sized = tuple(replace(layer, gradient_bytes=0 if i else 100) for i, layer in enumerate(base.layers))
+        world.measured._base = replace(base, layers=sized)
+        world.speeds = {1: 0.25, 2: 0.25}
+        world.train(12)
+        left = ((0, 1, 2), tuple(range(3, 3 + others)))
+        return world.measured.assign(world.placement, left, MICROBATCHES)[0]
+
+    assert (assigned(least), assigned(enough), assigned(1.0)) == ((4, 4, 4), (8, 2, 2), (8, 2, 2))
 
 
 def test_layers_that_may_not_move_stay_and_it_is_told_once_that_they_do_not_fit() -> None:

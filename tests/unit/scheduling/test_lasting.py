@@ -60,6 +60,14 @@ def test_long_steps_need_no_more_measurements_than_two() -> None:
     assert after([1.0, 0.5], every_s=30.0).planned.speed(1) == 0.5
 
 
+def test_steps_after_a_gap_do_not_decide_alone_until_they_have_lasted() -> None:
+    found = after([1.0] * 6)  # until second 10
+    for at in range(32, 42, 2):  # the first of these steps began at second 30
+        assert found.planned.speed(1) == 1.0, at
+        found = found.observe(BASE.with_speeds({1: 0.5}), float(at), took=2.0)
+    assert found.planned.speed(1) == 0.5
+
+
 def test_layers_follow_in_the_same_way() -> None:
     found = LastingCosts(SECONDS, BASE)
     slow = costs_of([0.001, 0.05, 0.001])
@@ -69,12 +77,24 @@ def test_layers_follow_in_the_same_way() -> None:
     assert found.observe(slow, 20.0).planned.layers == slow.layers
 
 
+def test_a_long_time_keeps_few_measurements_and_forgets_none_that_differs() -> None:
+    """Each review looks at all of them, while everybody waits for the controller."""
+    found, slow = LastingCosts(640.0, BASE), costs_of([0.001, 0.05, 0.001]).with_speeds({1: 0.5})
+    for at in range(1200):
+        found = found.observe(BASE if at < 20 or at == 300 else slow, float(at))
+        assert len(found.history) <= 66
+        if at < 940:
+            assert found.planned.speed(1) == 1.0, at
+        if at > 950:
+            assert (found.planned.speed(1), found.planned.layers) == (0.5, slow.layers), at
+
+
 @pytest.mark.parametrize("speed", [0.02, 0.5, 2.0])
 def test_without_a_time_every_measurement_counts_at_once(speed: float) -> None:
     assert after([1.0, speed], seconds=0.0).planned.speed(1) == speed
 
 
-@given(st.lists(st.tuples(st.floats(0.1, 20), st.floats(0.02, 3)), max_size=30), st.floats(0, 30))
+@given(st.lists(st.tuples(st.floats(0.5, 20), st.floats(0.02, 3)), max_size=30), st.floats(0, 30))
 def test_a_planned_speed_lies_within_what_was_measured_and_moves_only_if_all_agree(
     measured: list[tuple[float, float]], seconds: float
 ) -> None:

@@ -16,6 +16,7 @@ from elaswave_spmd.scheduling.step_time import (
     EXACT,
     PART,
     Assignment,
+    _piece_s,
     executed_lists,
     memory_of,
     open_sums,
@@ -264,3 +265,14 @@ def test_lists_of_ragged_meshes_come_near_the_bound(sizes, slow, microbatch_orde
     counts = assign_microbatches(16 * max(sizes), speeds, microbatch_order=microbatch_order).counts
     found = step_time(Assignment(stages, tuple(range(len(sizes) + 1)), counts, microbatch_order), costs)
     assert found.how == EXACT and found.pipeline_s < 1.17 * found.bound_s
+
+
+def test_a_simulated_step_that_is_kept_takes_eight_bytes_for_each_gradient() -> None:
+    """A thousand of them are kept; as objects of Python they took four times as many, up to a gigabyte."""
+    costs = costs_of([1.0, 2.0, 3.0])
+    assignment = assigned([2, 1, 3], 24, costs)
+    whole = [slice(0, len(members)) for members in assignment.stages]
+    seconds, made_s = _piece_s(assignment, costs, whole)
+    for times in made_s:
+        assert isinstance(times, memoryview) and times.readonly and times.nbytes == 8 * 24
+    assert max(map(max, made_s)) == seconds

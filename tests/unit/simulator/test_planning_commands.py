@@ -73,6 +73,25 @@ def test_layers_move_with_bytes_and_a_lower_bound(call, tmp_path):
         assert code == 0 and "when its state is there" not in out and "why: layers stay" in out
 
 
+def test_layers_move_only_for_a_gain_that_a_run_would_move_them_for(call):
+    words = ("plan", "mesh=dp2_pp2", "event=fail 3", "json=true")
+    plans = [json.loads(call(*words, f"schedule.min_gain={least}")[1]) for least in (0.01, 0.9)]
+    assert plans[0]["later"] is not None and plans[1]["later"] is None
+    assert plans[0]["now"]["step_s"] == plans[1]["now"]["step_s"]
+    assert "less than 90.0% with schedule.min_gain" in plans[1]["reasons"][1]
+
+
+def test_no_worker_gets_more_state_than_a_run_would_give_it(call, tmp_path):
+    profile = tmp_path / "costs.json"
+    costs = costs_of([1.0] * 6)
+    sized = tuple(replace(layer, state_bytes=1000 * (i >= 3)) for i, layer in enumerate(costs.layers))
+    profile.write_text(replace(costs, layers=sized).to_json(), encoding="utf-8")
+    words = ("plan", "mesh=pp3", "event=slow 0 0.05; slow 1 0.05", f"schedule.profile={profile}", "json=true")
+    cuts = [json.loads(call(*words, *limit)[1])["later"] for limit in (("schedule.memory_limit=1e9",), ())]
+    assert cuts[0]["layer_cuts"] == [0, 1, 2, 6], "all three layers with state for the fastest"
+    assert cuts[1] is None, "with two of them, twice the even share, no other cut is faster"
+
+
 def test_a_plan_as_json_with_hints_and_a_trace(call, tmp_path):
     trace = tmp_path / "trace.json"
     frequency = ("schedule.frequency=cpufreq", "schedule.f_min=0.8", "schedule.f_max=1.1", "schedule.f_margin=0")
