@@ -496,14 +496,17 @@ class _Lives:
         """Wait until the members have saved their state and ended. The controller has closed its links to them.
 
         To the members this looks as if the controller had been killed, so they finish the step under way and save. A
-        signal ends the waiting.
+        signal ends the waiting. If the fork server of this machine has died, so have the workers here, and those of
+        agents alone save.
         """
-        left, until, signals = list(members), time.monotonic() + seconds, list[int]()
-        say(f"the workers save their state, within {seconds:g} s; a signal ends them at once")
-        # A RunError is suppressed, as another error is being raised: if the fork server has died, so have its workers.
+        members, until, signals = list(members), time.monotonic() + seconds, list[int]()
+        if not (left := launcher.may_live(members)):
+            return
+        who = "the workers" if len(left) == len(members) else "the workers on other machines"
+        say(f"{who} save their state, within {seconds:g} s; a signal ends them at once")
+        # A RunError is suppressed, as another error is being raised.
         with self._signals.passing_to(signals.append), contextlib.suppress(RunError):
-            while left and not signals and time.monotonic() < until:
-                launcher.poll()
+            while (left := launcher.may_live(left)) and not signals and time.monotonic() < until:
                 if launcher.signal(left[-1], 0):
                     time.sleep(_SAVED_S)
                 else:
