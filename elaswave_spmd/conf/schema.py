@@ -40,8 +40,9 @@ COLLECTIVES = (LINKS, GROUP)
 ANY = "any"
 MISCOMPUTE = "miscompute"
 CHAOS_KINDS = ("kill", "stop", "term", "join", "corrupt", "exit", "raise", MISCOMPUTE)
-_SPLIT_POINTS = ("input", "weights")
-CHAOS_POINTS = ("forward", "backward", "reduce", "sum", "norm", "apply", "publish", *_SPLIT_POINTS, ANY)
+SPLIT_POINTS = ("input", "weights")
+"""The points of backwards in two parts, which a run with one stage never reaches."""
+CHAOS_POINTS = ("forward", "backward", "reduce", "sum", "norm", "apply", "publish", *SPLIT_POINTS, ANY)
 _COMPUTED_AT = CHAOS_POINTS[:6]
 
 AUTO = "auto"
@@ -1152,7 +1153,7 @@ class Settings(Section):
 
     def _check_chaos(self) -> None:
         """Refuse events at the points of split backwards in a run that has no such backwards: they would not happen."""
-        points = [event.point for event in self.chaos.events if event.point in _SPLIT_POINTS]
+        points = [event.point for event in self.chaos.events if event.point in SPLIT_POINTS]
         if not points:
             return
         runtime, is_emulated = self.runtime, self.runtime.device == EMULATED

@@ -754,7 +754,7 @@ class FailureHandler:
             "step": step,
             "lost_after": protocol.version,
             "lost_pages": pages,
-            "ranks": [rank for rank in protocol.placement.mesh.members if rank not in protocol.members],
+            "ranks": self._untold_ranks(),
             "workers": left,
             "mesh": mesh.shape.name,
             "reason": end.reason,
@@ -762,6 +762,12 @@ class FailureHandler:
             f"gone; {left} workers ({mesh.shape.name}) begin again after step {step}, {where}",
         }
         return [Record("restart", fields), End(RestartFrom(self._run_dir, mesh, step, is_begin=is_begin))]
+
+    def _untold_ranks(self) -> list[int]:
+        """The members whose loss no `fail` tells of. Before the first mesh each loss has its own."""
+        protocol = self._protocol
+        members = protocol.placement.mesh.members if protocol.started else ()
+        return [rank for rank in members if rank not in protocol.members]
 
     def _mesh_for(self, num_workers: int) -> MeshSettings:
         """The run's own mesh if it has this many workers, with its ragged stages if any; else as even as possible."""

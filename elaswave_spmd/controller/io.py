@@ -826,7 +826,7 @@ class _ManifestWriter:
         """
         if self._thread is not None:
             self._due.put(None)
-            self._thread.join(self._patience_s)
+            self._thread.join(min(self._patience_s, threading.TIMEOUT_MAX))
             self._is_left = self._thread.is_alive()
             self._thread = None
         self._journal.close()

@@ -56,7 +56,9 @@ class ReleasedWorkers:
         if not ranks:
             return [], 0
         step = max(self._until.pop(rank)[1] for rank in ranks)
-        what = f"{named_workers(ranks)} left, did not end within {self._seconds:g} s (timeouts.shutdown), and "
-        what += "are killed" if len(ranks) > 1 else "is killed"
+        # Not all of them have left: after an adoption, a worker may be among them that was lost and has not ended.
+        no_more, killed = ("are no members", "are killed") if len(ranks) > 1 else ("is no member", "is killed")
+        late = f"did not end within {self._seconds:g} s (timeouts.shutdown)"
+        what = f"{named_workers(ranks)} {no_more} any more, {late}, and {killed}"
         record = Record(KILLED, {"ranks": ranks, "seconds": self._seconds, "message": what})
         return [record, *(Kill(rank) for rank in ranks)], step

@@ -529,6 +529,8 @@ class RunLog:
                     self._record.replicas_wrong += 1
                 if kind == "fail":
                     self.observer.faults.lost_workers[str(fields["phase"])] += len(cast(list[int], fields["ranks"]))
+                if kind == "restart":
+                    self.observer.faults.lost_workers["run"] += len(cast(list[int], fields.get("ranks", [])))
                 if kind == ROLLBACK:
                     fields = {**fields, "seconds": round(self._seconds_after(cast(int, fields["step"])), 3)}
                 self.observer.on_event(kind, **fields)

@@ -19,7 +19,7 @@ from elaswave_spmd.by_value import ByValue
 from elaswave_spmd.callbacks.callback import Callback
 from elaswave_spmd.callbacks.named import checked
 from elaswave_spmd.conf import checks
-from elaswave_spmd.conf.schema import AUTO, LIVE, RuntimeSettings, Settings
+from elaswave_spmd.conf.schema import AUTO, LIVE, SPLIT_POINTS, RuntimeSettings, Settings
 from elaswave_spmd.controller.checkpoints import CheckpointSpec
 from elaswave_spmd.controller.dvfs import Frequencies
 from elaswave_spmd.controller.ending import Command, Ending
@@ -248,11 +248,9 @@ class _Lives:
                         continue
                     # As if the user had resumed the run on the mesh that is left.
                     settings = replace(
-                        settings if restart.doubted is None else beginning_again(settings, restart),
-                        mesh=restart.mesh,
+                        beginning_again(settings, restart),
                         train=replace(settings.train, resume=str(restart.run_dir), resume_at=None),
                         run=replace(settings.run, dir=None),
-                        runtime=with_local_workers(settings.runtime, restart.mesh.shape.num_workers),
                     )
                     again = None
                 case RunStopped(error):
@@ -496,14 +494,17 @@ class _Lives:
         """Wait until the members have saved their state and ended. The controller has closed its links to them.
 
         To the members this looks as if the controller had been killed, so they finish the step under way and save. A
-        signal ends the waiting.
+        signal ends the waiting. If the fork server of this machine has died, so have the workers here, and those of
+        agents alone save.
         """
-        left, until, signals = list(members), time.monotonic() + seconds, list[int]()
-        say(f"the workers save their state, within {seconds:g} s; a signal ends them at once")
-        # A RunError is suppressed, as another error is being raised: if the fork server has died, so have its workers.
+        members, until, signals = list(members), time.monotonic() + seconds, list[int]()
+        if not (left := launcher.may_live(members)):
+            return
+        who = "the workers" if len(left) == len(members) else "the workers on other machines"
+        say(f"{who} save their state, within {seconds:g} s; a signal ends them at once")
+        # A RunError is suppressed, as another error is being raised.
         with self._signals.passing_to(signals.append), contextlib.suppress(RunError):
-            while left and not signals and time.monotonic() < until:
-                launcher.poll()
+            while (left := launcher.may_live(left)) and not signals and time.monotonic() < until:
                 if launcher.signal(left[-1], 0):
                     time.sleep(_SAVED_S)
                 else:
@@ -520,10 +521,14 @@ def beginning_again(settings: Settings, restart: RestartFrom) -> Settings:
     """The settings of a run that begins again as it began, or goes back to a checkpoint, on the mesh that is left.
 
     Injected faults of steps that were begun before are left out: a fault happens at the first attempt of its step only.
-    Faults with a rate stay, as they may happen in every step.
+    Faults with a rate stay, as they may happen in every step. Faults at points that the mesh that is left never reaches
+    would be refused.
     """
     chaos, last = settings.chaos, restart.step if restart.doubted is None else restart.doubted
-    events = tuple(event for event in chaos.events if event.rate or event.step > last + 1)
+    is_one_stage = len(restart.mesh.shape.stage_sizes) == 1 and not settings.schedule.stages
+    unreached = SPLIT_POINTS if is_one_stage else ()
+    due = (event for event in chaos.events if event.rate or event.step > last + 1)
+    events = tuple(event for event in due if event.point not in unreached)
     runtime = with_local_workers(settings.runtime, restart.mesh.shape.num_workers)
     return replace(settings, mesh=restart.mesh, runtime=runtime, chaos=replace(chaos, events=events))
 

@@ -1047,7 +1047,7 @@ class ControllerProtocol:
             goes_on: True if the members are the same and all of them are between the same two steps. Only then may a
                 plan with primaries to hand over be finished.
         """
-        if goes_on and self._reshard is not None:
+        if goes_on and self._reshard is not None and not self._strands_a_leaver(self._reshard.after):
             plan = self._reshard.advanced(membership.replicas)
         else:
             plan = promoted.towards(aim.state_sharding(mirror_count, self._policy.mirror_scatter))
@@ -1059,6 +1059,13 @@ class ControllerProtocol:
         # joined (C18).
         after = joined(plan.adopted(), self.layout) if goes_on else plan.adopted()
         return replace(plan, during=after, after=after)
+
+    def _strands_a_leaver(self, target: ReplicaMap) -> bool:
+        """True if a member that is to leave could not leave with these replicas, as it is the only one of some page.
+
+        So it is where no page has a mirror and it was asked to leave after the plan under way was made.
+        """
+        return any(not dispensable(target, (), [rank]) for rank in self._pending.leaving)
 
     def _recovery_plan(self, placement: Placement, standing: _Standing) -> tuple[Recompute, ...] | None:
         """The recovery plan for what is left of the step under way; None if no member has begun the step."""

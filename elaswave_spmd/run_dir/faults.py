@@ -41,7 +41,11 @@ class FaultCount:
         if kind not in KINDS:
             return {}
         ranks = fields.get("ranks")
-        self._counts[kind] += len(ranks) if kind in OF_WORKERS and isinstance(ranks, (list, tuple)) else 1
+        num_ranks = len(ranks) if isinstance(ranks, (list, tuple)) else None
+        self._counts[kind] += 1 if num_ranks is None or kind not in OF_WORKERS else num_ranks
+        if kind == "restart" and num_ranks:  # their loss led to it, and no `fail` tells of them
+            self._counts["fail"] += num_ranks
+            return {name: self._counts[name] for name in (kind, "fail")}
         return {kind: self._counts[kind]}
 
     def summary(self) -> dict[str, float]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from elaswave_spmd.controller.orphaned_run import newcomers
+from elaswave_spmd.errors import RunError
 from elaswave_spmd.runtime.processes.adoption import Orphans, write_address
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient, ForkServerSpec
 from elaswave_spmd.runtime.processes.supervisor import end_orphans
@@ -59,6 +60,15 @@ def test_ends_are_told_until_a_controller_has_made_them_good(clients: list[ForkS
     clients[-1].settle()
     found = adopted(clients, scratch)
     assert found.ended == () and found.pids == {0: pids[0]} and found.next_rank == 2
+
+
+def test_how_a_fork_server_ended_that_was_adopted_is_not_said(clients: list[ForkServerClient], scratch: Path) -> None:
+    """Its parent alone knows."""
+    clients[0].spawn(0, {"sleep": 1000})
+    adopted(clients, scratch)
+    os.kill(clients[-1].pid, signal.SIGKILL)
+    with pytest.raises(RunError, match=r"^the fork server \(pid \d+\), parent of .*, ended; its workers ended with it"):
+        eventually(lambda: clients[-1].poll())
 
 
 def test_workers_that_were_given_back_live_on(clients: list[ForkServerClient], scratch: Path) -> None:

@@ -22,7 +22,7 @@ import zmq.utils.z85
 
 from elaswave_spmd.controller.admin_client import ask
 from elaswave_spmd.run_dir import read_events, read_metrics, read_summary
-from elaswave_spmd.run_dir.checkpoints import find_checkpoints
+from elaswave_spmd.run_dir.checkpoints import find_checkpoints, step_of
 from elaswave_spmd.runtime.processes.rendezvous import Rendezvous, find_controller
 from elaswave_spmd.runtime.processes.stop_signals import SAME_SIGNAL_S
 from elaswave_spmd.runtime.transport.credentials import RunKeys
@@ -317,6 +317,29 @@ def test_the_death_of_the_controller_ends_agents_and_their_workers(site: Site) -
             run.finish()
     lost = f"error: the connection to the controller of the run at 127.0.0.1:{site.port} was lost: "
     assert of_agent.code == 1 and of_agent.err.startswith(lost) and "No worker is left here" in of_agent.err
+
+
+@pytest.mark.parametrize("local", [0, 1])
+def test_the_death_of_the_controllers_fork_server_lets_workers_of_agents_save_their_state(
+    site: Site, local: int
+) -> None:
+    """Workers on its machine end with it. The others have copies of all that they had."""
+    words = [*ENDLESS, "checkpoint.every=0", f"runtime.local_workers={local}"]
+    with site.run(*words, options=("--workers", str(2 - local))) as (run, agent):
+        run.wait_for_steps(2)
+        os.kill(run.fork_server(), signal.SIGKILL)
+        of_agent, of_run = end_of(agent), run.finish()
+    assert of_run.code == 1 and "Traceback" not in of_run.err + of_agent.err, (of_run, of_agent)
+    told, *advice = of_run.err.splitlines()
+    assert re.fullmatch(
+        r"error: the fork server \(pid \d+\), parent of all workers on this machine, ended by signal 9.*", told
+    )
+    who = "the workers on other machines save" if local else "the workers save"
+    assert f"\n{who} their state, within " in of_run.out
+    (saved,) = find_checkpoints(site.here / "run")
+    assert (saved / "manifest.json").exists()
+    assert step_of(saved) >= read_metrics(site.here / "run")[-1].step, "nothing that was committed is lost"
+    assert [line.partition(": ")[0] for line in advice] == ["newest checkpoint", "resume with"], advice
 
 
 def test_ctrl_c_in_the_terminal_of_both_saves_the_run_and_the_agent_ends_with_it(site: Site) -> None:

@@ -332,7 +332,9 @@ def test_losing_all_copies_begins_again_at_the_checkpoint(shared: Path) -> None:
     told = {rank for e in read_events(shared / "again") if e["event"] in ("fail", "restart") for rank in e["ranks"]}
     assert told <= {0, 1, 2} and len(told) + found["workers"] == 4
     assert "restart: all replicas of" in done.out
-    assert read_summary(shared / "again")["faults"]["restart"] == 1, "the life that has ended is counted"
+    summary = read_summary(shared / "again")
+    assert summary["faults"]["restart"] == 1, "the life that has ended is counted"
+    assert summary["faults"]["fail"] == summary["lost_workers"]["run"] == 4 - found["workers"]
     # One that was being written may have become whole in between.
     assert event(shared / "again", "resume")["step"] >= found["step"]
     assert bits(shared / "again") == bits(shared / "undisturbed")

@@ -149,6 +149,16 @@ def test_a_link_that_is_not_connected_in_time_ends() -> None:
         assert links.peers == (CONTROLLER,)
 
 
+@pytest.mark.parametrize("silence_s", [4e6, 1e9])
+def test_a_patience_of_months_is_longer_than_the_system_can_count_and_serves(silence_s: float) -> None:
+    credentials = RunToken.make()
+    receiver = Links(1, Mailbox(), transport="tcp", credentials=credentials)
+    sender = Links(0, Mailbox(), transport="tcp", credentials=credentials, silence_s=silence_s)
+    with contextlib.closing(receiver), contextlib.closing(sender):
+        sender.connect(1, receiver.address)
+        assert not sender.wait_connected([1], PATIENCE_S)
+
+
 def test_a_link_for_which_no_descriptor_was_left_ends() -> None:
     """libzmq tells nothing of a try to connect that it could not begin, and it begins no other.
 

@@ -161,6 +161,7 @@ def test_the_death_of_the_fork_server_ends_the_run(tmp_path: Path) -> None:
         os.kill(run.fork_server(), signal.SIGKILL)
         done = run.finish()
     assert done.code == 1 and "the fork server" in done.err and "Traceback" not in done.err
+    assert "save their state" not in done.out, "nobody is left to do so"
 
 
 def test_the_death_of_the_controller_ends_its_workers(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from elaswave_spmd.recovery import controller_protocol
 from elaswave_spmd.recovery import messages as m
+from elaswave_spmd.recovery.controller_protocol import Policy
 from elaswave_spmd.recovery.reconfiguration import Stages, next_stages
 from elaswave_spmd.worker import state
 from tests.cluster.cluster import SimulatedCluster
@@ -80,6 +81,18 @@ def test_whatever_happens_meanwhile(block: int) -> None:
             faults.append(Fault(draw.choice((3, 4, 5)), draw.choice(kinds), 0, "forward"))
         ends[train(mesh, zero, seed, tuple(faults))] += 1
     assert ends["bits"] >= 9, ends
+
+
+@pytest.mark.parametrize(("mesh", "step"), [("dp3", 3), ("dp2_pp2", 4), ("pp2", 2)])
+@one_thread()
+def test_who_is_to_leave_meanwhile_and_has_no_mirror_leaves_all_the_same(mesh: str, step: int) -> None:
+    """The plan under way was made without mirrors: it would be the only replica of its pages for ever."""
+    run, faults = Run(microbatches=5, steps=8), (JOIN, Fault(step, "term", 0, "forward"))
+    for seed in range(2):
+        policy = Policy(mirror_count=0)
+        made = Overtaken(run, mesh, 1, seed=seed, faults=faults, policy=policy, uneven=bool(seed))
+        assert outcome(made.run()) == expected(run)
+        assert made.protocol.leaving == () and 0 not in made.protocol.members
 
 
 class Watched(PiecewiseCluster):

@@ -447,10 +447,11 @@ class ForkServerClient:
     def _died(self) -> RunError:
         """The error for a fork server that has ended by itself."""
         code = self._process.wait()
-        how = f"with exit code {code}" if code >= 0 else f"by signal {-code}"
-        return RunError(
-            f"the fork server (pid {self.pid}), parent of all workers, ended {how}; its workers ended with it"
-        )
+        how = f" with exit code {code}" if code >= 0 else f" by signal {-code}"
+        if isinstance(self._process, AdoptedProcess):
+            how = ""  # it was reaped by somebody else, who alone knows
+        parent = "parent of all workers on this machine"
+        return RunError(f"the fork server (pid {self.pid}), {parent}, ended{how}; its workers ended with it")
 
     def _request(self, order: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
         """Send an order and wait for its answer, for at most `timeout_s` or, if None, `_ORDER_TIMEOUT_S`."""

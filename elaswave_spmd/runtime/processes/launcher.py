@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import selectors
 import socket
@@ -11,7 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.errors import ConfigError, RunError
 from elaswave_spmd.runtime.processes.agents import Agent, Agents
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient, NotStartedError
 
@@ -254,7 +255,8 @@ class Launcher:
             return self._fork_server.signal(rank, number, limit_s)
         assert self._agents is not None
         if number == 0:
-            self._fork_server.signal(rank, 0, limit_s)
+            with contextlib.suppress(RunError):  # it has died, or hangs: that says nothing about this worker
+                self._fork_server.signal(rank, 0, limit_s)
             return rank in agent.ranks
         return self._agents.signal(agent, rank, number)
 
@@ -285,6 +287,18 @@ class Launcher:
             exits += self._agents.poll()
             self._forget(exits)
         return exits
+
+    def may_live(self, ranks: Iterable[int]) -> list[int]:
+        """Those of these workers that may still live: all; if this machine's fork server has died, those of agents.
+
+        It takes note of the ends of workers, which `poll` does not report any more.
+        """
+        try:
+            while exits := self._fork_server.poll():  # it raises when there are no more
+                self._forget(exits)
+        except RunError:
+            return [rank for rank in ranks if self._hosts.get(rank) is not None]
+        return list(ranks)
 
     def stop(self, grace_s: float = 2.0) -> list[Exited]:
         """End all workers (SIGTERM, after `grace_s` seconds SIGKILL), agents and the fork server; idempotent.

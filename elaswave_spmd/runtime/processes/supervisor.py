@@ -117,7 +117,8 @@ def supervise(words: Sequence[str]) -> int:
         words: the arguments of the command, without the flag.
 
     Returns:
-        The exit code of the last controller; 1 if it died and no other one was started.
+        The exit code of the last controller. If it died and no other one was started: 128 + the signal that had asked
+        the run to end, or 1.
 
     Raises:
         ConfigError: this process was not started by a command line, so its command cannot be started again.
@@ -171,7 +172,7 @@ class _Supervisor:
                 return 0  # the controller died after the result was written
             if why_not := self._why_not_again(deaths := deaths.one_more(self._steps())):
                 self._say(f"the controller {ended}; {why_not}")
-                return 1
+                return 128 + self._asked_by if self._is_asked else 1
             to_save = ", to save the state and end" if self._is_asked else ""
             self._say(f"the controller {ended}; another one takes its place{to_save}")
             if self._is_asked:

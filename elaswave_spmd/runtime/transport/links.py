@@ -113,6 +113,7 @@ nobody waits for anything, so a cut need not be noticed soon. A kernel also answ
 _MESSAGE, _SHARE, _MAPPED, _BROKEN = 0, 0x81, 0x82, 0x83
 _MAPPED_LINK = struct.Struct("<Ii")  # number of the link, pid of the receiver
 _BROKEN_LINK = struct.Struct("<I")  # number of the link
+_LONGEST_SILENCE_S = 1e6  # libzmq and the kernel count milliseconds in 32 bits; nobody waits for so long
 _LOOKS = 10  # how often links are checked within the time after which a silent one is closed (`silence_s`)
 # The form of addresses that peers may report. Host names are not allowed: libzmq's thread would wait for a name server,
 # and with it all links of this process.
@@ -349,7 +350,8 @@ class Links:
         self._credentials = credentials
         self._copies_payloads = transport == "shm"
         self._frame_bytes = FRAME_BYTES if transport == "tcp" else None
-        self._silence_s = silence_s if transport == "tcp" else None
+        is_read = transport == "tcp"
+        self._silence_s = min(silence_s, _LONGEST_SILENCE_S) if is_read and silence_s is not None else None
         self._limits = limits
         self._rejected: Counter[str] = Counter()
         self._mailbox = mailbox

@@ -21,3 +21,16 @@ def test_faults_of_the_first_step_have_happened_and_those_with_a_rate_go_on() ->
         ("miscompute", 1, 0.5),
     ]
     assert again.mesh == MeshSettings(dp=1)
+
+
+def test_faults_at_points_that_one_stage_never_reaches_are_left_out() -> None:
+    """The mesh that is left would be refused for them."""
+    weights = {"kind": "kill", "rank": 1, "point": "weights"}
+    events = [{**weights, "step": 5}, {**weights, "step": 9}, {"step": 9, "kind": "kill", "rank": 0}]
+    settings = Settings.from_dict({"mesh": {"pp": 2}, "chaos": {"events": events}})
+    one, two = MeshSettings(dp=1), MeshSettings(pp=2)
+    again = beginning_again(settings, RestartFrom(Path("run"), one, 4))
+    assert [(event.step, event.point) for event in again.chaos.events] == [(9, "any")]
+    again.check_rules()
+    again = beginning_again(settings, RestartFrom(Path("run"), two, 4))
+    assert [(event.step, event.point) for event in again.chaos.events] == [(9, "weights"), (9, "any")]

@@ -35,6 +35,7 @@ class World:
         self.living = {0: 3, 1: 1}  # rank -> looks at which it lives
         self.protocol = SimpleNamespace(started=True, placement=SimpleNamespace(mesh=SimpleNamespace(members=(0, 1))))
         self.launcher.signal.side_effect = self._is_living
+        self.launcher.may_live.side_effect = list
         monkeypatch.setattr(startup, "_SAVED_S", 0.0)
         self.plan = Mock()
         self.plan.settings.timeouts.orphan_grace = 1000.0
@@ -95,11 +96,23 @@ def test_workers_are_not_waited_for_that_have_no_state_or_are_to_end_at_once(wor
     assert list(dict.fromkeys(world.done)) == ["stop", "complete", "unlock"]
 
 
-def test_nor_where_the_parent_of_all_has_died(world: World) -> None:
-    world.launcher.poll.side_effect = RunError("the fork server died")
-    world.ends_by = OverflowError("a bug")
-    with pytest.raises(OverflowError):
+def test_nor_where_the_parent_of_all_has_died(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    world.launcher.may_live.side_effect = lambda _: []
+    world.ends_by = RunError("the fork server died")
+    with pytest.raises(RunError):
         world.control()
+    assert world.done == ["stop", "complete", "unlock"] and not capsys.readouterr().out
+
+
+def test_then_the_workers_on_other_machines_are_waited_for_alone(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world.launcher.may_live.side_effect = lambda ranks: [rank for rank in ranks if rank == 1]
+    world.ends_by = RunError("the fork server died")
+    with pytest.raises(RunError):
+        world.control()
+    assert list(dict.fromkeys(world.done)) == ["wait", "stop", "complete", "unlock"] and world.living == {0: 3, 1: -1}
+    assert capsys.readouterr().out.startswith("the workers on other machines save their state, within 1000 s; ")
 
 
 def test_a_signal_ends_the_waiting(world: World) -> None:

@@ -810,6 +810,15 @@ def test_a_run_that_begins_again_tells_how_those_were_lost_whom_no_other_event_n
     assert message.startswith("all are lost (worker 1 (pid 71) was ended by signal 9 (SIGKILL)): 4 pages of state")
 
 
+def test_so_it_is_before_the_first_mesh_where_each_loss_has_its_own_event() -> None:
+    world = World(replace=True)
+    world.checkpoint = SimpleNamespace(step=3, path=Path("run/checkpoints/step_00000003"))
+    world.protocol.started, world.protocol.members = False, ()
+    world.do(world.losses.end(Unrecoverable((), "no worker is left"), world.now))
+    (restart,) = (action for action in world.actions if isinstance(action, Record) and action.kind == "restart")
+    assert restart.fields["ranks"] == []
+
+
 def test_a_run_that_replaces_its_workers_begins_again_on_its_own_ragged_mesh() -> None:
     """As even as can be it would be [2, 1]: the larger stage would be another one than the user's."""
     world = World(replace=True, mesh={"stages": [1, 2]})

@@ -30,7 +30,7 @@ def test_who_does_not_is_killed_once_and_told_of() -> None:
     assert unwritten == 8 and kills == [Kill(5), Kill(2)]
     assert isinstance(record, Record) and record.kind == KILLED and record.fields["ranks"] == [5, 2]
     assert record.fields["message"] == (
-        "workers 5, 2 left, did not end within 30 s (timeouts.shutdown), and are killed"
+        "workers 5, 2 are no members any more, did not end within 30 s (timeouts.shutdown), and are killed"
     )
     clock.tick(130.6)
     assert released.overdue() == ([], 0)

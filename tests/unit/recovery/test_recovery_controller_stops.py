@@ -241,6 +241,47 @@ def test_two_that_have_the_only_copies_together_are_not_both_free() -> None:
     assert len(protocol.free_to_leave) == 1
 
 
+def settle(protocol: ControllerProtocol) -> list[ProtocolAction]:
+    """Answers and learners that catch up, until nothing is left to do; all effects."""
+    effects: list[ProtocolAction] = []
+    for _ in range(20):
+        if protocol.changing:
+            effects += answer(protocol, 1)
+        for rank in sorted({rank for run in replicas_of(protocol) for rank in run.learners}):
+            effects += protocol.caught_up(CaughtUp(rank, protocol.placement.mesh.epoch))
+        if not protocol.changing:
+            return effects
+    raise AssertionError("it changes without end")
+
+
+@pytest.mark.parametrize(("stages", "leavers"), [((3,), (0,)), ((3,), (0, 2)), ((1, 1), (0,)), ((2, 1), (2, 1))])
+def test_who_is_to_leave_while_state_is_copied_leaves_once_its_pages_have_mirrors(
+    stages: tuple[int, ...], leavers: tuple[int, ...]
+) -> None:
+    """Without mirrors it is the only replica of its pages in the plan that is under way."""
+    protocol = started(*stages, zero=1, policy=Policy(mirror_count=0))
+    newcomer = sum(stages)
+    protocol.expect(newcomer, None)
+    protocol.ready(Ready(newcomer, f"at {newcomer}"))
+    answer(protocol, 1)
+    assert protocol.learners, "a newcomer learns its share"
+    for rank in leavers:
+        protocol.drain(rank, "asked to leave")
+        answer(protocol, 1)
+    assert protocol.leaving == tuple(sorted(leavers)), "they have what nobody else has yet"
+    effects = settle(protocol)
+    assert protocol.settled and protocol.leaving == () and not set(leavers) & set(protocol.members)
+    assert all(RemoveMember(rank, lost=False) in effects for rank in leavers)
+
+
+def test_the_last_worker_that_is_to_leave_after_the_last_step_changes_nothing_for_ever() -> None:
+    protocol = started(1, zero=1, steps=1, policy=Policy(mirror_count=0))
+    commit(protocol, 1)
+    protocol.drain(0, "asked to leave")
+    settle(protocol)
+    assert protocol.settled and protocol.leaving == (0,), "nobody can have its pages"
+
+
 def test_the_rows_of_a_place_that_saves_name_every_page() -> None:
     protocol = started(3, policy=Policy(min_workers=3))
     commit(protocol, 4)

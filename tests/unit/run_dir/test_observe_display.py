@@ -486,6 +486,8 @@ def test_faults_are_counted_by_their_workers() -> None:
     assert faults.add("recovered", {"penalty_ms": 1500.0}) == {"penalty_ms": 1500.0}
     assert faults.add("recovered", {"penalty_ms": -500.0}) == {"penalty_ms": -500.0}
     assert faults.add("validation", {"step": 1}) == {}
+    assert FaultCount().add("restart", {"ranks": [0, 1]}) == {"restart": 1, "fail": 2}, "no `fail` has told of them"
+    assert FaultCount().add("restart", {"ranks": []}) == FaultCount().add("restart", {}) == {"restart": 1}
     summary = faults.summary()
     assert (summary["fail"], summary["link"], summary["join"], summary["penalty_seconds"]) == (3, 1, 0, 1.5)
     assert faults_text(summary) == "3 fail, 1 link, 1.50 s beyond work"

@@ -10,12 +10,13 @@ import socket
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.errors import ConfigError, RunError
 from elaswave_spmd.runtime.processes.agents import Agent, Agents, RemoteExited
 from elaswave_spmd.runtime.processes.fork_server_client import Exited, ForkServerClient, NotStartedError
 from elaswave_spmd.runtime.processes.launcher import NO_PLACE, Launcher, divide_workers
@@ -263,6 +264,23 @@ def test_nobody_is_placed_on_an_agent_with_a_silent_worker_until_its_end_is_repo
     launcher.poll()
     launcher.spawn(4, {})
     assert launcher.host_of(4) == "a" and launcher.machines[1].free == 3
+
+
+def test_the_death_of_the_fork_server_says_nothing_of_the_workers_of_agents() -> None:
+    launcher, fork_server, _ = launcher_of(1, 1)
+    launcher.assign(range(3), 1)
+    for rank in (1, 2):
+        launcher.spawn(rank, {})
+    fork_server.exits = [exit_of(0)]
+    assert launcher.may_live([0, 1, 2]) == [0, 1, 2], "worker 0 has ended: that is asked one by one"
+    with pytest.MonkeyPatch.context() as patch:
+        for call in ("poll", "signal"):
+            patch.setattr(fork_server, call, Mock(side_effect=RunError("the fork server ended")))
+        assert launcher.may_live([0, 1, 2]) == [1, 2] and launcher.signal(2, 0)
+        with pytest.raises(RunError):
+            launcher.signal(0, 0)
+        without = Launcher(cast(ForkServerClient, fork_server))
+        assert without.may_live([0, 1]) == []
 
 
 def test_both_descriptors_wake_a_select_loop() -> None:

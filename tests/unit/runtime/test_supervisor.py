@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -14,6 +16,7 @@ from elaswave_spmd.runtime.processes.supervisor import (
     supervised_by,
     with_adoption,
 )
+from tests.waiting import PATIENCE_S
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 129, 130, 143])
@@ -52,6 +55,22 @@ def test_a_run_that_never_gets_to_its_first_step_is_given_up() -> None:
         assert not deaths.are_too_many
         deaths = deaths.one_more(0)
     assert deaths.are_too_many
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_comes_before_the_command_can_handle_it_is_the_end(number: signal.Signals) -> None:
+    """It has imported nothing yet: the signal kills it."""
+    supervised = "import time; print('sleeps', flush=True); time.sleep(1000)"
+    supervisor = "import sys; from elaswave_spmd.runtime.processes.supervisor import _Supervisor as S; "
+    command = [sys.executable, "-c", f"{supervisor}sys.exit(S([sys.executable, '-c', {supervised!r}], []).run())"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "sleeps\n"
+            process.send_signal(number)
+            _, err = process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()
+    assert process.returncode == 128 + number and f"was ended by {number.name}; its run had not begun yet" in err
 
 
 def test_the_variable_is_taken_out() -> None:
