@@ -426,13 +426,8 @@ class RunLog:
             self._record.generation = adoption.generation
             self._record.model_check = _checked_before(adoption.run_dir)
         self._start.announce(observer, plan.placement.mesh.shape.name)
-        if plan.job.validate_every and not plan.job.validates:
-            observer.on_event(
-                "no_validation",
-                message=f"there is no validation: the held-out split has {plan.data.num_validation_samples} samples, "
-                f"fewer than train.microbatch_size={plan.job.microbatch_size} (a larger data.validation_fraction, or "
-                "train.validate_every=0)",
-            )
+        if told := plan.without_validation():
+            observer.on_event("no_validation", message=told)
         if told := plan.short_of_peak():
             observer.on_event("short_of_peak", message=told)
         if told := plan.without_early_stop():
