@@ -488,7 +488,7 @@ class RunLog:
             case Broadcast(message=m.Prepare()):
                 self._epochs.preparing(now)
             case Broadcast(message=m.ReplicasAgree(step=version)):
-                self._record.add_comparison(version)
+                self.observer.faults.add_comparison(version)
             # The first step is timed from the first Reconfigure: before it, workers import and compile.
             case Broadcast(ranks=ranks, message=m.Reconfigure() as first) if not self._placed:
                 self._placed = True
@@ -508,7 +508,7 @@ class RunLog:
                 number = self._plan.job.num_validation_microbatches
                 self.observer.on_validation(step, loss, number, metrics)
             case EpochBegun():
-                self._record.checks_dropped += action.checks_dropped
+                self.observer.faults.checks_dropped += action.checks_dropped
                 self.observer.faults.lost_workers["run"] += list(action.kinds.values()).count("fail")
                 self._num_workers = action.placement.mesh.num_workers
                 self._epochs.begun(action, now)
@@ -521,7 +521,7 @@ class RunLog:
                 if kind == SPLIT_BACKWARD:
                     self._record.trials.append({name: fields[name] for name in ("kept", "times")})
                 if kind == "corrupt" and fields["tensor"] == "state":
-                    self._record.replicas_wrong += 1
+                    self.observer.faults.replicas_wrong += 1
                 if kind == "fail":
                     self.observer.faults.lost_workers[str(fields["phase"])] += len(cast(list[int], fields["ranks"]))
                 if kind == ROLLBACK:
