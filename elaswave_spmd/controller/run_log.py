@@ -426,13 +426,8 @@ class RunLog:
             self._record.generation = adoption.generation
             self._record.model_check = _checked_before(adoption.run_dir)
         self._start.announce(observer, plan.placement.mesh.shape.name)
-        if plan.job.validate_every and not plan.job.validates:
-            observer.on_event(
-                "no_validation",
-                message=f"there is no validation: the held-out split has {plan.data.num_validation_samples} samples, "
-                f"fewer than train.microbatch_size={plan.job.microbatch_size} (a larger data.validation_fraction, or "
-                "train.validate_every=0)",
-            )
+        if told := plan.without_validation():
+            observer.on_event("no_validation", message=told)
         if told := plan.short_of_peak():
             observer.on_event("short_of_peak", message=told)
         if told := plan.without_early_stop():
@@ -493,7 +488,7 @@ class RunLog:
             case Broadcast(message=m.Prepare()):
                 self._epochs.preparing(now)
             case Broadcast(message=m.ReplicasAgree(step=version)):
-                self._record.add_comparison(version)
+                self.observer.faults.add_comparison(version)
             # The first step is timed from the first Reconfigure: before it, workers import and compile.
             case Broadcast(ranks=ranks, message=m.Reconfigure() as first) if not self._placed:
                 self._placed = True
@@ -513,7 +508,7 @@ class RunLog:
                 number = self._plan.job.num_validation_microbatches
                 self.observer.on_validation(step, loss, number, metrics)
             case EpochBegun():
-                self._record.checks_dropped += action.checks_dropped
+                self.observer.faults.checks_dropped += action.checks_dropped
                 self.observer.faults.lost_workers["run"] += list(action.kinds.values()).count("fail")
                 self._num_workers = action.placement.mesh.num_workers
                 self._epochs.begun(action, now)
@@ -526,7 +521,7 @@ class RunLog:
                 if kind == SPLIT_BACKWARD:
                     self._record.trials.append({name: fields[name] for name in ("kept", "times")})
                 if kind == "corrupt" and fields["tensor"] == "state":
-                    self._record.replicas_wrong += 1
+                    self.observer.faults.replicas_wrong += 1
                 if kind == "fail":
                     self.observer.faults.lost_workers[str(fields["phase"])] += len(cast(list[int], fields["ranks"]))
                 if kind == "restart":

@@ -64,13 +64,6 @@ class RunRecord:
         """The result of the first worker that has checked the model; None: none has."""
         self.trials: list[dict[str, object]] = []
         """What was found, each time that it was tried whether weight gradients are put off: "kept", and "times"."""
-        self.checks_dropped = 0
-        """Pairs that were drawn to be checked and were not, as a loss met their step."""
-        self.versions_compared = 0
-        """At so many versions all replicas of state were found to be the same (mirror.verify_every)."""
-        self.replicas_wrong = 0
-        """How often a worker's replicas were wrong."""
-        self._newest_compared = -1
         self._tokens = 0
         self._seconds = 0.0
 
@@ -81,14 +74,6 @@ class RunRecord:
             self._tokens += line.tokens
             self._seconds += line.seconds
         self.last = line
-
-    def add_comparison(self, version: int) -> None:
-        """Counts a version whose replicas are all the same; once, though another mesh may compare it again.
-
-        A number, and no set of versions: a run of a year compares tens of millions. They never run back.
-        """
-        self.versions_compared += version > self._newest_compared
-        self._newest_compared = max(self._newest_compared, version)
 
     def add_pages(self, pages: FinalPages, payload: memoryview) -> None:
         """File a range of final master pages, or of their averages."""
@@ -137,8 +122,8 @@ def make_summary(
         "programs_compiled_per_worker": compiled,
         "model_check": record.model_check or {"done": False, "why": _why_unchecked(plan.settings)},
         "split_backward": _split_backward(plan, record),
-        **({"checks": _checks(plan, record)} if plan.job.verify_rate else {}),
-        **({"replicas": _replicas(plan, record)} if plan.job.verify_every else {}),
+        **({"checks": _checks(plan, record, faults)} if plan.job.verify_rate else {}),
+        **({"replicas": _replicas(plan, faults)} if plan.job.verify_every else {}),
         **({"rejected": dict(sorted(record.rejected.items()))} if record.rejected else {}),
         **({"controller_generation": record.generation} if record.generation > 1 else {}),
         "corpus": {
@@ -202,7 +187,7 @@ def _kinds_split(plan: RunPlan, record: RunRecord) -> dict[str, object]:
     return {"kinds": [], "why": "no layer puts a weight product off with the bits of its whole backward"}
 
 
-def _checks(plan: RunPlan, record: RunRecord) -> dict[str, object]:
+def _checks(plan: RunPlan, record: RunRecord, faults: FaultCount) -> dict[str, object]:
     """The checks that were made by those who are left at the end, and their share in idle time; and what they miss."""
     made = [finished.checks for finished in record.finished.values() if finished.checks]
     number = sum(checks[0] for checks in made)
@@ -213,20 +198,20 @@ def _checks(plan: RunPlan, record: RunRecord) -> dict[str, object]:
         "rate": plan.job.verify_rate,
         "made": number,
         "idle_share": round(sum(checks[1] for checks in made) / number, 4) if number else None,
-        "dropped": record.checks_dropped,
+        "dropped": faults.checks_dropped,
         "transient_only_stages": alone,
         "sums": sum(checks[2] for checks in made),
         "transient_only_pages": sum(not pages.mirrors for pages, _ in ranges),
     }
 
 
-def _replicas(plan: RunPlan, record: RunRecord) -> dict[str, object]:
+def _replicas(plan: RunPlan, faults: FaultCount) -> dict[str, object]:
     """The comparisons of replicas. Of fewer than three that differ nobody can tell which is wrong."""
     ranges = all_replica_sets(plan.placement.replica_map(plan.description.layout))
     return {
         "every": plan.job.verify_every,
-        "compared": record.versions_compared,
-        "wrong": record.replicas_wrong,
+        "compared": faults.versions_compared,
+        "wrong": faults.replicas_wrong,
         "fewest": min(len(pages.replicas) for pages in ranges),
     }
 

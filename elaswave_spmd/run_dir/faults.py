@@ -22,12 +22,17 @@ class FaultCount:
         penalty_seconds: the sum of the penalties of all `recovered` events.
         lost_workers: the number of lost workers, by the phase in which they were lost: while workers start, as members,
             before they joined, as spares.
+        checks_dropped: the number of pairs that were drawn to be checked and were not, as a loss met their step.
+        versions_compared: the number of versions at which all replicas were found to be the same (mirror.verify_every).
+        replicas_wrong: how often a worker's replicas were wrong.
     """
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self.penalty_seconds = 0.0
         self.lost_workers: dict[str, int] = {"start": 0, "run": 0, "join": 0, "spare": 0}
+        self.checks_dropped = self.versions_compared = self.replicas_wrong = 0
+        self._newest_compared = -1
 
     def add(self, kind: str, fields: Mapping[str, object]) -> dict[str, float]:
         """Count an event. Returns the scalars that have changed, by name; empty if the event is not counted."""
@@ -47,6 +52,14 @@ class FaultCount:
             self._counts["fail"] += num_ranks
             return {name: self._counts[name] for name in (kind, "fail")}
         return {kind: self._counts[kind]}
+
+    def add_comparison(self, version: int) -> None:
+        """Count a version whose replicas are all the same; once, though another mesh or life may compare it again.
+
+        A number, and no set of versions: a run of a year compares tens of millions. They run back only with the run.
+        """
+        self.versions_compared += version > self._newest_compared
+        self._newest_compared = max(self._newest_compared, version)
 
     def summary(self) -> dict[str, float]:
         """The field `faults` of summary.json."""

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,6 +30,7 @@ _PROGRAMS = {FORWARD: "forward", BACKWARD: "backward", WEIGHTS: "weights"}
 _BLOCK = 2000  # rows that are collected before they are written
 _GAP_S = 3e-4  # two waits for the same thing with less than this between them are shown as one
 _CONTROLLER, _FIRST_WORKER = 1, 2  # process numbers in the trace; some viewers take process 0 for the idle process
+_MERGED = "parts"  # the field of `otherData` with the first lines of the parts that a trace.json was made of
 _ROWS = {1: "layers, waits", 2: "sends"}
 
 TraceEvent = dict[str, Any]
@@ -143,6 +144,7 @@ def merge_trace(folder: str | Path) -> Path | None:
     """Make trace.json from the workers' parts, and remove the parts. Called by the controller at the end of each life.
 
     A run that is resumed, or begins again from a checkpoint, has a trace.json already: what it has of workers is kept.
+    It also has the first lines of the parts in it: a controller may be killed before it has removed them.
 
     Returns:
         The path of trace.json; None if there are no parts, or if it cannot be made (then the parts stay).
@@ -154,7 +156,8 @@ def merge_trace(folder: str | Path) -> Path | None:
     path = folder / TRACE
     try:
         with replacing(path, durable=False) as scratch, open(scratch, "w", encoding="utf-8") as file:
-            write_trace(file, _all_events(folder, parts))
+            first_lines = [row for part in parts for row in _first_lines(part)]
+            write_trace(file, _all_events(folder, parts), **{_MERGED: first_lines})
         for part in parts:
             part.unlink()
     except Exception:  # such as a damaged events.jsonl or a full disk; the run has its result and must not fail
@@ -219,7 +222,7 @@ def _all_events(folder: Path, parts: Mapping[Path, int]) -> Iterator[TraceEvent]
     events = events[next((number for number, event in enumerate(events) if event["event"] == "start"), 0) :]
     start = events[0]["time"] if events else 0.0
     yield from _controller_events(events, start)
-    named: set[int] = set()
+    named, known = set[int](), _merged_before(folder / TRACE)
     for event in _earlier_worker_events(folder / TRACE):  # their times count from the same event
         if event.get("name") == "process_name":
             named.add(event["pid"])
@@ -227,7 +230,7 @@ def _all_events(folder: Path, parts: Mapping[Path, int]) -> Iterator[TraceEvent]
     for part, rank in parts.items():
         if rank + _FIRST_WORKER not in named:
             yield from names_of(rank + _FIRST_WORKER, f"worker {rank}", _ROWS)
-        yield from _worker_events(part, rank + _FIRST_WORKER, start)
+        yield from _worker_events(part, rank + _FIRST_WORKER, start, known)
 
 
 def _controller_events(events: list[dict[str, Any]], start: float) -> Iterator[TraceEvent]:
@@ -265,16 +268,37 @@ def _earlier_worker_events(trace: Path) -> Iterator[TraceEvent]:
                 continue  # a line of the file's frame
 
 
-def _worker_events(part: Path, process: int, start: float) -> Iterator[TraceEvent]:
-    """The trace of one worker's part. Lines that cannot be read are left out."""
-    zero = 0.0
+def _merged_before(trace: Path) -> list[object]:
+    """The first lines of the parts that an earlier trace.json was made of."""
+    head = b'"otherData": '
+    try:
+        with open_regular(trace) as file:
+            file.readline()
+            about = json.loads(file.readline().removeprefix(head).rstrip().removesuffix(b","))
+    except (FileNotFoundError, ValueError):
+        return []
+    return about.get(_MERGED, [])
+
+
+def _first_lines(part: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a part with which a worker has begun it; several if the run was resumed in its directory."""
+    with open_regular(part) as file:
+        for line in file:
+            with contextlib.suppress(ValueError):
+                if line.startswith(b"{"):
+                    yield json.loads(line)
+
+
+def _worker_events(part: Path, process: int, start: float, known: Sequence[object]) -> Iterator[TraceEvent]:
+    """The trace of one worker's part. Lines that cannot be read are left out, and what follows a `known` first line."""
+    zero, is_known = 0.0, False
     with open_regular(part) as file:
         for line in file:
             try:
                 row = json.loads(line)
                 if isinstance(row, dict):  # a first line; a part has several if the run was resumed in its directory
-                    zero = row["zero"] - start
-                else:
+                    zero, is_known = row["zero"] - start, row in known
+                elif not is_known:
                     yield _row_event(row, process, zero)
             except (ValueError, LookupError, TypeError):
                 continue  # cut short when the worker was killed, or when the disk was full

@@ -9,7 +9,7 @@ import torch
 
 from elaswave_spmd.conf import checks
 from elaswave_spmd.conf.given_files import text_of
-from elaswave_spmd.conf.schema import EMULATED, GROUP, Settings
+from elaswave_spmd.conf.schema import EMULATED, GROUP, Settings, TrainSettings
 from elaswave_spmd.data import PreparedData
 from elaswave_spmd.errors import ConfigError, DataError, ModelError, SpecError
 from elaswave_spmd.mesh import ISLAND_AXES, Mesh, Topology
@@ -97,6 +97,24 @@ class RunPlan:
             f"the learning rate does not come to optim.lr={rate.peak:g}: it rises for "
             f"optim.warmup_steps={rate.warmup_steps} steps, and the run has train.steps={steps}, the last with "
             f"{rate.at(steps):.3g}"
+        )
+
+    def without_validation(self) -> str:
+        """A line about a run without a validation, though something in its settings is about them; else ""."""
+        train, unnamed = self.settings.train, TrainSettings()
+        if train.validate_every and not self.job.validates:
+            held_out = self.data.num_validation_samples
+            return (
+                f"there is no validation: the held-out split has {held_out} samples, fewer than "
+                f"train.microbatch_size={train.microbatch_size} (a larger data.validation_fraction, or "
+                "train.validate_every=0)"
+            )
+        if train.validate_every or train.validate_microbatches == unnamed.validate_microbatches:
+            return ""
+        return (
+            f"there is no validation: train.validate_microbatches={train.validate_microbatches} says how long one is, "
+            f"and train.validate_every=0 that there is none (leave one of them out, or "
+            f"train.validate_every={unnamed.validate_every})"
         )
 
     def without_early_stop(self) -> str:

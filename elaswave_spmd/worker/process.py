@@ -38,7 +38,7 @@ from elaswave_spmd.runtime.processes.malloc_tuning import keep_freed_memory
 from elaswave_spmd.runtime.processes.term_in_forks import TermInForks
 from elaswave_spmd.runtime.transport.link_probe import LinkProbe
 from elaswave_spmd.runtime.transport.links import CONTROLLER, Links, Transport
-from elaswave_spmd.runtime.transport.mailbox import ControllerLost, Envelope, Interrupted, Mailbox, PeerClosed
+from elaswave_spmd.runtime.transport.mailbox import ControllerLost, Envelope, Interrupted, Item, Mailbox, PeerClosed
 from elaswave_spmd.scheduling.cost_model import CostModel
 from elaswave_spmd.worker.assembly import digests_of, make_context, make_local_model, make_programs, open_datasets
 from elaswave_spmd.worker.channel import Channel, SocketChannel, WorkerStopped, decoded, elements_in
@@ -64,6 +64,7 @@ from elaswave_spmd.worker.tracing import TracedChannel, TracedClock, TracedGroup
 _CONNECT_TIMEOUT_S = 60.0
 _FAREWELL_MS = 2000  # the most that a worker which ends waits for what it has sent to leave
 _LEFT_OUT = "\n(a part of this report is left out, as it is too long)\n"
+_EXPLAINED_S = 2.0  # how long the end of the controller, or its Stop, may be filed after the end of the link to it
 _COPYING_S = 5e-5  # seconds between two polls of payloads that are being copied to host memory
 _GROUP_S = (1e-4, 1e-4, 2e-4, 4e-4, 8e-4)  # seconds before each poll of a group or pair; the last one is repeated
 
@@ -269,20 +270,15 @@ class WorkerProcess:
             The configuration, and the messages that arrived before it, from members that entered it earlier.
 
         Raises:
-            WorkerStopped: the controller has sent Stop or is gone, or the process got SIGTERM.
+            WorkerStopped: the controller has sent Stop, or as for `_next_item`.
         """
         # (sender, header) -> message, in the order in which they came. Duplicates are dropped.
         early: dict[tuple[int, bytes], Envelope] = {}
         bounds = message_bounds(plan.job, plan.description.layout)
+        is_cut_off = False
         while True:
-            item = self._mailbox.get()
-            # Interrupted means SIGTERM. A worker that is no member yet has no state, so it ends at once.
-            if isinstance(item, ControllerLost | Interrupted):
-                raise WorkerStopped
-            # On an agent's machine the life pipe ends with the agent, not with the controller. There the end of the
-            # link to the controller shows that it is gone.
-            if item == PeerClosed(CONTROLLER) and self._spec.run.options.has_agent:
-                raise WorkerStopped
+            item = self._next_item(is_cut_off=is_cut_off)
+            is_cut_off = is_cut_off or item == PeerClosed(CONTROLLER)
             if not isinstance(item, Envelope):
                 continue
             message = decoded(item, self._links, self._fence)
@@ -307,6 +303,32 @@ class WorkerProcess:
             # Each worker measures the speed of one link: to the next higher rank among its peers, or else the lowest.
             self._probe.start(min(others, key=lambda peer: (peer < self._rank, peer)))
         return Configuration.from_message(plan.placement, message), list(early.values())
+
+    def _next_item(self, *, is_cut_off: bool) -> Item:
+        """The next item, for a worker that is no member yet: it has no state, so it ends at once when it is not needed.
+
+        If its link alone has ended it says so on stderr, as it cannot tell the controller. Its exit code is 0: a worker
+        that has ended without being told to is lost, and another one is started. With another code the run would end
+        before its first step, as after an exception.
+
+        Args:
+            is_cut_off: its link to the controller has ended. What explains that may be filed later.
+
+        Raises:
+            WorkerStopped: the controller is gone, the link to it has ended, or the process got SIGTERM.
+        """
+        item = self._mailbox.get(_EXPLAINED_S if is_cut_off else None)
+        if item is None:
+            why = "its link to the controller has ended before it was a member of the mesh, so it ends"
+            with contextlib.suppress(OSError):
+                os.write(2, f"worker {self._rank}: {why}\n".encode())
+        if item is None or isinstance(item, ControllerLost | Interrupted):  # Interrupted means SIGTERM
+            raise WorkerStopped
+        # On an agent's machine the life pipe ends with the agent, not with the controller. There the end of the link to
+        # the controller shows that it is gone.
+        if item == PeerClosed(CONTROLLER) and self._spec.run.options.has_agent:
+            raise WorkerStopped
+        return item
 
     def _make_executor(
         self, plan: RunPlan, model: LocalModel, data: Datasets, first: Configuration, channel: SocketChannel

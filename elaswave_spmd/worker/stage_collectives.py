@@ -14,9 +14,9 @@ missing then are requested over links, and sums and reduced gradients that may b
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -115,9 +115,15 @@ class StageGroup(Protocol):
         ...
 
 
+_What: TypeAlias = tuple[int, ParameterGather] | Exchange
+"""A collective: an all-gather has the version of its parameters."""
+
+_Arrived: TypeAlias = tuple[_What, Tensor]
+
+
 @dataclass(frozen=True)
 class _UnderWay:
-    what: tuple[int, ParameterGather] | Exchange  # the all-gather with the version of its parameters
+    what: _What
     received: Tensor
     work: CollectiveWork
 
@@ -144,8 +150,8 @@ class NoCollectives:
 
     def begin_exchanges(self) -> None: ...
 
-    def arrived(self) -> list[tuple[Publish | Exchange, Tensor]]:
-        return []
+    def arrived(self) -> Iterator[tuple[Publish | Exchange, Tensor]]:
+        return iter(())
 
     def reached(self, pages: PageRange) -> frozenset[int]:
         return frozenset()
@@ -278,13 +284,15 @@ class StageCollectives:
         if not gather.sent_by(self._rank).keys() <= payloads.keys():  # its state was given up as damaged
             self.lose("this worker has no state of pages that it is the primary of")
             return
-        # Not the compute buffer: a collective that a dead peer leaves half done may write to it at any time.
-        gathered = torch.empty(len(gather.members) * gather.share, dtype=self._dtype, device=self._place)
-        share = gather.pack(self._rank, payloads, gathered)
         what, refused = f"{Publish.__name__}, layer {layer}", ""
         try:
+            # Not the compute buffer: a collective that a dead peer leaves half done may write to it at any time.
+            gathered = torch.empty(len(gather.members) * gather.share, dtype=self._dtype, device=self._place)
+            share = gather.pack(self._rank, payloads, gathered)
             self._under_way.append(_UnderWay((version, gather), gathered, self._group.gather(share, gathered, what)))
-        except RuntimeError as error:  # a backend may refuse at once, when it knows that a peer is gone
+        except RuntimeError as error:
+            # A backend may refuse at once, when it knows that a peer is gone. Or the device has no memory for what
+            # comes: then links serve, which bring it to the memory of the host.
             refused = str(error) or type(error).__name__
         if refused:  # outside of the handler: while an exception is handled, its traceback refers to the group
             self.lose(refused)
@@ -297,10 +305,10 @@ class StageCollectives:
         while not self._lost and (exchange := self.exchanges.next()) is not None:
             assert self.exchanges.plan is not None
             sent_sizes, sizes = self.exchanges.plan.sizes(exchange)
-            sent = self.exchanges.pack(exchange, self._place)
-            received = torch.empty(sum(sizes), dtype=torch.float32, device=self._place)
             refused = ""
             try:
+                sent = self.exchanges.pack(exchange, self._place)
+                received = torch.empty(sum(sizes), dtype=torch.float32, device=self._place)
                 work = self._group.exchange(sent, received, sent_sizes, sizes, exchange.message)
                 self._under_way.append(_UnderWay(exchange, received, work))
                 del work  # as in `arrived`
@@ -309,30 +317,37 @@ class StageCollectives:
             if refused:
                 self.lose(refused)
 
-    def arrived(self) -> list[tuple[Publish | Exchange, Tensor]]:
+    def arrived(self) -> Iterator[tuple[Publish | Exchange, Tensor]]:
         """The (what, values) of the collectives that have completed since the last call, in order.
 
-        An all-gather gives one `Publish` for each page range. If a collective has failed, the group is given up.
+        An all-gather gives one `Publish` for each page range. The memory of a collective is released when the caller
+        asks for what follows. If a collective has failed, the group is given up in this call, before the first value.
         """
-        found = list[tuple[Publish | Exchange, Tensor]]()
-        failed = ""
+        done, failed = deque[_Arrived](), ""
         while self.has_news and not failed:
             try:
                 self._under_way[0].work.wait()
             except RuntimeError as error:
                 failed = str(error) or type(error).__name__
             else:
-                done = self._under_way.popleft()
-                if isinstance(done.what, tuple):
-                    version, gather = done.what
-                    values_of = gather.unpack(self._rank, done.received)
-                    found += [(Publish(version, *key), values) for key, values in values_of]
-                else:
-                    found.append((done.what, done.received))
-                del done  # no local variable may refer to a collective when the group is given up
+                # Without the collective: nothing may refer to one when the group is given up.
+                done.append((self._under_way[0].what, self._under_way[0].received))
+                self._under_way.popleft()
         if failed:
             self.lose(failed)
-        return found
+        return self._one_by_one(done)
+
+    def _one_by_one(self, done: deque[_Arrived]) -> Iterator[tuple[Publish | Exchange, Tensor]]:
+        while done:
+            yield from self._values_of(*done.popleft())
+
+    def _values_of(self, what: _What, received: Tensor) -> Iterator[tuple[Publish | Exchange, Tensor]]:
+        if isinstance(what, tuple):
+            version, gather = what
+            for key, values in gather.unpack(self._rank, received):
+                yield Publish(version, *key), values
+        else:
+            yield what, received
 
     def lose(self, reason: str) -> None:
         """Give up the group, which has failed here, and tell the controller and the other members of the stage.

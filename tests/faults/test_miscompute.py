@@ -122,8 +122,10 @@ def test_a_rollback_makes_good_what_was_committed(tmp_path: Path, undisturbed: U
     assert (found["ranks"], found["step"], found["checked"], found["unsure_steps"]) == ([2], 8, 4, [6, 8])
     assert back["given_up"] in (7, 8), "hashes may come before the first word that the step is committed"
     assert (back["ranks"], back["mesh"]) == ([2], "dp2") and back["step"] in (0, 4)
-    counts = read_summary(tmp_path / "run")["faults"]
+    summary = read_summary(tmp_path / "run")
+    counts = summary["faults"]
     assert (counts["corrupt"], counts["rollback"]) == (1, 1), "those of the life that has ended as well"
+    assert summary["replicas"]["wrong"] == 1
 
 
 def test_a_rollback_undoes_a_step_that_was_committed_unchecked(tmp_path: Path, undisturbed: Undisturbed) -> None:

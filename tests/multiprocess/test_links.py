@@ -377,6 +377,7 @@ class Peers:
     def __init__(self, ends: Ends, fork_server: ForkServerClient) -> None:
         self.links, self.mailbox = ends.open(CONTROLLER)
         self._ends, self._fork_server = ends, fork_server
+        self.addresses: dict[int, str] = {}
 
     def add(self, rank: int) -> int:
         spec = {
@@ -388,7 +389,8 @@ class Peers:
         pid = self._fork_server.spawn(rank, spec)
         hello = envelope(self.mailbox)
         assert hello.sender == rank
-        self.links.connect(rank, hello.header.removeprefix(b"address ").decode())
+        self.addresses[rank] = hello.header.removeprefix(b"address ").decode()
+        self.links.connect(rank, self.addresses[rank])
         assert self.links.wait_connected([rank], PATIENCE_S) == []
         return pid
 
@@ -437,6 +439,28 @@ def test_a_stopped_process_blocks_no_sender_and_gets_everything_when_it_wakes(pe
     assert not len(peers.mailbox), "it has answered"
     os.kill(pid, signal.SIGCONT)
     assert [envelope(peers.mailbox).header[0] for _ in range(32)] == list(range(32))
+
+
+MANY = 150
+"""More connections than libzmq lets wait for a process that does not accept them, unless it is told otherwise."""
+
+
+@pytest.mark.parametrize("ends", ["ipc", "tcp"], indirect=True)
+@pytest.mark.skipif(
+    int(Path("/proc/sys/net/core/somaxconn").read_text()) < MANY, reason="net.core.somaxconn lets fewer wait"
+)
+def test_a_stopped_process_is_connected_to_by_all_others_once_it_wakes(peers: Peers, ends: Ends):
+    """On a Unix socket a connection for which there is no room is refused at once, and so for good."""
+    pid, address, others = peers.add(0), peers.addresses[0], range(1, MANY + 1)
+    stop(pid)
+    for other in others:  # one process in the place of many: it opens so many connections
+        peers.links.connect(other, address)
+    last, _ = ends.open(MANY + 1)
+    peers.links.connect(MANY + 1, last.address)
+    assert peers.links.wait_connected([MANY + 1], PATIENCE_S) == [], "they are opened one after the other"
+    assert is_stopped(pid)
+    os.kill(pid, signal.SIGCONT)
+    assert peers.links.wait_connected(others, PATIENCE_S) == [] and not len(peers.mailbox)
 
 
 def test_dropping_a_stopped_process_frees_what_is_queued_for_it(peers: Peers):

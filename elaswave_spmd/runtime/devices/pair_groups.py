@@ -35,6 +35,7 @@ class PairsInBackground:
         self._library = library
         self._timeout_s = timeout_s
         self._groups: dict[_Direction, GroupInBackground] = {}
+        self._closing: list[GroupInBackground] = []  # those that a thread has still to be started for, which ends them
         self._rank = -1
 
     def enter_epoch(self, epoch: int, receivers: Collection[int], senders: Collection[int], rank: int) -> None:
@@ -48,8 +49,7 @@ class PairsInBackground:
             senders: the workers that send to this one.
             rank: this worker.
         """
-        for group in self._groups.values():
-            group.close()
+        self._close(*self._groups.values())
         self._rank = rank
         self._groups = {}
         wanted = {(rank, peer) for peer in receivers} | {(peer, rank) for peer in senders}
@@ -96,9 +96,11 @@ class PairsInBackground:
 
         The caller must have dropped the transfers in them before.
         """
-        for way in ((self._rank, peer), (peer, self._rank)):
-            if (group := self._groups.pop(way, None)) is not None:
-                group.close()
+        found = [self._groups.pop(way, None) for way in ((self._rank, peer), (peer, self._rank))]
+        self._close(*(group for group in found if group is not None))
+
+    def _close(self, *groups: GroupInBackground) -> None:
+        self._closing = [group for group in (*self._closing, *groups) if not group.close()]
 
     def _is_ready(self, sender: int, receiver: int) -> bool:
         group = self._groups.get((sender, receiver))

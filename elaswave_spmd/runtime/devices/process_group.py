@@ -13,7 +13,8 @@ The thread that drops the last reference to a backend, or to a collective in it,
 destructor waits for its peers: for seconds, if one of them is stopped. That must never happen in the training thread,
 which could not answer a Prepare meanwhile, nor in the thread that makes the next group. So an abandoned group is handed
 over, in a list of one, to a thread whose only task is to end it, and the others keep no reference to it: no local
-variable, no collective, and no exception, since a traceback refers to the frames that it passed through.
+variable, no collective, and no exception, since a traceback refers to the frames that it passed through. If that thread
+cannot be started the list is kept until another one can.
 """
 
 from __future__ import annotations
@@ -173,6 +174,8 @@ class GroupInBackground:
         self._made: _Group | None = None  # the group of the newest epoch, once it is connected and as long as it works
         self.failure: str | None = None
         """The reason why the newest group could not be made. Text, since an exception would refer to the group."""
+        # Abandoned groups, each in a list of one, for whose end no thread could be started: the training thread's.
+        self._unended: list[list[_Group]] = []
 
     @property
     def ready(self) -> int | None:
@@ -193,9 +196,13 @@ class GroupInBackground:
             self._epoch, self._is_given_up = epoch, False
             self.failure = None
         self._end_in_thread(old, f"mesh epoch {epoch}")
+        if len(members) == 1:
+            return
         arguments = (epoch, tuple(members), rank)
         name = f"group of epoch {epoch}" + (f", {self._name}" if self._name else "")
-        threading.Thread(target=self._make, args=arguments, name=name, daemon=True).start()
+        if why := _not_started(threading.Thread(target=self._make, args=arguments, name=name, daemon=True)):
+            with self._lock:
+                self.failure = why
 
     def gather(self, share: Any, gathered: Any, what: str = "") -> Collective:
         """Start an all-gather among all members, whose shares are of one size, in the order of their ranks.
@@ -245,15 +252,19 @@ class GroupInBackground:
             self._is_given_up = True
         self._end_in_thread(old, "it has failed")
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Abandon the present group, and what is done to make one. No other is made.
 
         The caller must have dropped its collectives before; see the top of this file.
+
+        Returns:
+            False if no thread could be started that ends a group. The caller keeps this object, and calls this again.
         """
         with self._lock:
             old = self._detach()
             self._epoch = -1
         self._end_in_thread(old, "it is not used any more")
+        return not self._unended
 
     def _detach(self) -> list[_Group]:
         """Remove the present group from this object, and return it in a list of one, or an empty list if there is none.
@@ -277,8 +288,6 @@ class GroupInBackground:
         reason = f"it is not needed any more in mesh epoch {epoch}, or that is over"
         try:
             self._library.enter_thread()
-            if len(members) == 1:
-                return
             # All stages meet in the same store; the prefix keeps them apart, since their first members differ.
             store = self._library.open_store(f"epoch{epoch}/{self._name or members[0]}")
             if not self._meet(store, epoch, len(members)):
@@ -337,9 +346,16 @@ class GroupInBackground:
         return True
 
     def _end_in_thread(self, handed_over: list[_Group], reason: str) -> None:
-        """End a group in a thread of its own, since that may take as long as whatever hangs in the group."""
-        if handed_over:
-            threading.Thread(target=self._end, args=(handed_over, reason), daemon=True).start()
+        """End a group in a thread of its own, since that may take as long as whatever hangs in the group.
+
+        If no thread can be started it is kept, and ended with the next one, or as the next mesh epoch begins.
+        """
+        self._unended += [handed_over] if handed_over else []
+        while self._unended:
+            arguments = (self._unended[-1], reason)
+            if _not_started(threading.Thread(target=self._end, args=arguments, daemon=True)):
+                return
+            self._unended.pop()
 
     def _end(self, handed_over: list[_Group], reason: str) -> None:
         """Abort a group and drop the last reference to it, which runs its destructor in this thread."""
@@ -355,6 +371,15 @@ class GroupInBackground:
     def _is_wanted(self, epoch: int) -> bool:
         """True if the group of a mesh epoch is to be made, or used. The caller holds the lock."""
         return epoch == self._epoch and not self._is_given_up
+
+
+def _not_started(thread: threading.Thread) -> str:
+    """Start a thread. Returns the reason if that cannot be, as the system allows no more of them; else ""."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _poll_until(condition: Callable[[], bool], is_cancelled: Callable[[], bool] = lambda: False) -> bool:

@@ -6,8 +6,9 @@ other: there is no high-water mark, as the placement bounds what is in flight. W
 closed; when one is added one is opened.
 
 Invariant: a dead peer stays dead. Sockets never reconnect by themselves, because a message to a successor under the
-same address would belong to another life. A closed connection is filed as `PeerClosed`. The price is that a connect to
-a peer that has not bound its socket yet is refused for good. So connect only after the peer has reported that it is
+same address would belong to another life. A closed connection is filed as `PeerClosed`. The price is that a connect
+which is refused is refused for good: to a peer that has not bound its socket yet, and on one host also to a peer that
+stands still while `_MOST_WAITING` connections wait for it. So connect only after the peer has reported that it is
 bound, and call `wait_connected` before the first message that matters.
 
 Workers of one host share memory (`transport="shm"`), once the peer has shown that it can map this process's memory:
@@ -92,6 +93,11 @@ REJECTED_CONNECTIONS: Mapping[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "connection without a handshake",
 }
 """Event of a listening socket's monitor -> the reason under which a connection that is not admitted is counted."""
+
+_MOST_WAITING = 65_535
+"""How many connections may wait for this process to accept them; the kernel allows up to net.core.somaxconn. Above that
+a connect is refused on a Unix socket, and tried again by the kernel over TCP. libzmq's own limit is 100, and all
+processes of a host may connect to one that stands still for a moment."""
 
 HANDSHAKE_MS = 10_000
 """How long a connection may take to show its credentials, from when it is accepted."""
@@ -602,6 +608,8 @@ class Links:
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)  # a connection that sends a larger frame is closed
             for option, value in KEEPALIVE.items() if kind == zmq.PULL else ():
                 socket.setsockopt(option, value)
+        if kind == zmq.PULL:
+            socket.setsockopt(zmq.BACKLOG, _MOST_WAITING)
         return socket
 
     def _new_connection(self, peer: int, number: int) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:

@@ -63,6 +63,20 @@ def test_a_held_out_split_without_a_micro_batch_is_told() -> None:
     assert told.keys() == {"no_validation"} and "has 10 samples" in told["no_validation"]
 
 
+@pytest.mark.parametrize(
+    ("words", "is_told"),
+    [
+        ("train.validate_every=0 train.validate_microbatches=2", True),
+        ("train.validate_every=0 train.validate_microbatches=32", False),  # as it is where nobody says anything
+        ("train.validate_every=10 train.validate_microbatches=2", False),
+    ],
+)
+def test_the_length_of_validations_is_told_to_do_nothing_where_there_are_none(words: str, is_told: bool) -> None:
+    told = told_at_the_start("train.steps=20", *words.split())
+    assert [*told] == ["no_validation"] * is_told
+    assert not is_told or "train.validate_microbatches=2 " in told["no_validation"]
+
+
 @pytest.mark.parametrize(("back", "seconds"), [(0, 17.0), (1, 16.0), (2, 14.0), (3, 9.0), (4, 0.0)])
 def test_a_rollback_tells_how_long_the_steps_took_that_are_given_up(back: int, seconds: float) -> None:
     """Also those of an earlier life of the run. Their lines are removed, so nobody could tell later."""

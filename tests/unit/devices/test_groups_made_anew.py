@@ -165,3 +165,51 @@ def test_a_group_that_fails_while_it_connects_is_ended() -> None:
     eventually(lambda: {"1 ends of 2", "2 ends of 2"} <= {*library.asked})
     eventually(lambda: workers[1].failure == workers[2].failure == "RuntimeError: a member is gone")
     assert workers[1].ready is None
+
+
+def no_thread(*_: Any) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_group_for_which_there_is_no_thread_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library()
+    worker = library.worker(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        worker.enter_epoch(0, [1, 2], 1)
+    assert worker.failure == "RuntimeError: can't start new thread" and worker.ready is None
+    worker.give_up()
+    worker.enter_epoch(1, [1], 1)
+    assert worker.failure is None
+
+
+def test_one_member_alone_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    worker = Library().worker(1)
+    worker.enter_epoch(0, [1], 1)
+    assert worker.failure is None and worker.ready is None
+
+
+@pytest.mark.parametrize("how", ["another epoch", "given up", "closed"])
+def test_a_group_for_whose_end_there_is_no_thread_is_ended_later(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its destructor must not run in the training thread, which drops it."""
+    library = Library()
+    workers = {rank: library.worker(rank) for rank in (1, 2)}
+    for rank, worker in workers.items():
+        worker.enter_epoch(0, [1, 2], rank)
+    eventually(lambda: all(worker.ready == 0 for worker in workers.values()))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        if how == "another epoch":
+            workers[1].enter_epoch(1, [1, 3], 1)
+        elif how == "given up":
+            workers[1].give_up()
+        else:
+            assert not workers[1].close()
+    assert "1 ends of 2" not in library.asked
+    if how == "closed":
+        assert workers[1].close()
+    else:
+        workers[1].enter_epoch(2, [1], 1)
+    eventually(lambda: library.asked.count("1 ends of 2") == 1)
+    assert workers[1].close()

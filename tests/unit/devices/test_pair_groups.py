@@ -133,3 +133,24 @@ def test_a_worker_that_dies_while_the_other_connects_is_told_of() -> None:
     eventually(lambda: made[0].failure(1) != "")
     assert not made[0].sends_to(1)
     close(made, 1)
+
+
+def test_groups_for_whose_end_there_is_no_thread_are_ended_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(patience_s=LASTS_S)
+    made, ways = workers(stage, 2), ((0, 1), (1, 0))
+    enter(made, 0, *ways)
+    eventually(lambda: are_ready(made, *ways))
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        made[0].give_up(1)
+        enter(made, 1, *ways)
+        assert made[0].failure(1) == made[1].failure(0) == "RuntimeError: can't start new thread"
+        assert not stage.ended
+    enter(made, 2, *ways)
+    eventually(lambda: are_ready(made, *ways) and len(stage.ended) == 4)
+    close(made, 3)
+    eventually(lambda: len(stage.ended) == 8)

@@ -124,6 +124,32 @@ def test_earlier_lives_of_the_run_stay_in_the_trace(tmp_path: Path) -> None:
     assert [e["name"] for e in events if e["pid"] == 1 and e["ph"] == "i"].count("start") == 2, "its events are once"
 
 
+def test_parts_that_were_not_removed_are_in_the_trace_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A controller may be killed between the two. The workers of the next life go on in the same files."""
+    write_events(tmp_path)
+    with closing(part(tmp_path, 0)) as trace:
+        trace.action(1, 0, 0, "F", 50.0, 50.25)
+
+    unlinked = Path.unlink
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path.suffix == ".jsonl":
+            raise OSError(5, os.strerror(5))
+        unlinked(path, missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", unlink)
+        assert merge_trace(tmp_path) is None and (tmp_path / "trace.json").exists()
+    for rank in (0, 1):
+        with closing(part(tmp_path, rank, START - 42.0)) as trace:
+            trace.action(2, 0, 0, "F", 50.0, 50.25)
+    for _ in range(2):
+        found = [(e["pid"], e["args"]["step"]) for e in merged(tmp_path) if e.get("cat") == "forward"]
+        assert found == [(2, 1), (2, 2), (3, 2)]
+        with closing(part(tmp_path, 1, START)):  # a life whose worker has done nothing yet
+            pass
+
+
 def test_validations_of_the_run_that_is_gone_on_from_are_not_in_the_trace(tmp_path: Path) -> None:
     """They are copied into the events, with the times that they had."""
     lines = [{"event": "validation", "time": START - 9e5, "step": 50, "loss": 2.0}, *EVENTS]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -144,16 +146,16 @@ def test_what_has_arrived_is_returned_in_order_and_once() -> None:
     page = len(values(RUNS[0], 0))
     gathered[:page], gathered[page : 2 * page], gathered[2 * size :] = 1.0, 2.0, 3.0
     second.done = True
-    assert grouped.arrived() == [] and not grouped.has_news, "one after the other"
+    assert list(grouped.arrived()) == [] and not grouped.has_news, "one after the other"
     first.done = True
     assert grouped.has_news
-    found = grouped.arrived()
+    found = list(grouped.arrived())
     assert [publish for publish, _ in found] == [
         Publish(version, LAYER, first, stop) for version in (1, 2) for first, stop in ((0, 1), (2, 3), (3, LAST))
     ]
     for (_, tensor), (of, number) in zip(found, ((RUNS[0], 1.0), (run(2, 3, 0), 2.0), (RUNS[3], 3.0)), strict=False):
         assert torch.equal(tensor, values(of, number))
-    assert grouped.idle and grouped.arrived() == []
+    assert grouped.idle and list(grouped.arrived()) == []
 
 
 def lost(reason: str) -> list[tuple[int, Message]]:
@@ -164,7 +166,7 @@ def test_an_all_gather_that_fails_ends_the_group_for_everybody() -> None:
     grouped, group, sent = make()
     gather(grouped)
     group.gathers[0][2].done, group.gathers[0][2].error = True, RuntimeError("closed by peer")
-    assert grouped.arrived() == [] and sent == lost("closed by peer")
+    assert list(grouped.arrived()) == [] and sent == lost("closed by peer")
     assert grouped.idle and not grouped.serves and not grouped.ready and group.given_up == 1
     gather(grouped, 2)
     assert len(group.gathers) == 1 and len(sent) == 3, "links serve, and all know"
@@ -184,6 +186,53 @@ def test_a_library_that_refuses_ends_it_too() -> None:
     group.refuses = RuntimeError("communicator was aborted")
     gather(grouped)
     assert sent == lost("communicator was aborted") and grouped.idle and not grouped.serves
+
+
+NO_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB"
+
+
+def no_memory(*_: object, **__: object) -> Tensor:
+    raise torch.OutOfMemoryError(NO_MEMORY)
+
+
+def test_no_memory_for_an_all_gather_ends_the_group_and_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    grouped, group, sent = make()
+    mine = {RUNS[1].key: values(RUNS[1], 10.0)}
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", no_memory)
+        grouped.gather(LAYER, 1, mine)
+    assert group.gathers == [] and sent == lost(NO_MEMORY) and grouped.idle and not grouped.serves
+
+
+@pytest.mark.parametrize("function", ["cat", "empty"], ids=["what it sends", "what it receives"])
+def test_no_memory_for_an_exchange_returns_its_sums(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+    grouped, group, sent = make()
+    give_sums(grouped)
+    monkeypatch.setattr(torch, function, no_memory)
+    grouped.begin_exchanges()
+    assert group.exchanges == [] and sent == lost(NO_MEMORY) and not grouped.serves
+    assert grouped.idle and {layer for layer, _ in grouped.exchanges.take_back()} == {LAYER}
+    assert grouped.exchanges.next() is None
+
+
+def test_the_memory_of_a_layer_goes_once_the_layer_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    grouped, group, _ = make()
+    buffers = list[weakref.ref[np.ndarray]]()
+
+    def watched(size: int, **_: object) -> Tensor:
+        buffer = np.zeros(size, dtype=np.float32)
+        buffers.append(weakref.ref(buffer))
+        return torch.from_numpy(buffer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", watched)
+        gather(grouped, 1)
+        gather(grouped, 2)
+    while group.gathers:
+        group.gathers.pop()[2].done = True
+    held = [[buffer() is not None for buffer in buffers] for _ in grouped.arrived()]
+    assert held == 2 * [[True, True]] + 2 * [[False, True]], "two members have sent pages of each of the two"
+    assert all(buffer() is None for buffer in buffers)
 
 
 def test_a_primary_without_state_begins_no_all_gather_of_its_layer() -> None:
@@ -208,7 +257,7 @@ def test_another_epoch_has_another_group() -> None:
     grouped.enter_epoch(placement(1), replicas())
     assert grouped.idle and not grouped.ready and group.changes == [(0, (0, 1, 2)), (1, (0, 1, 2))]
     group.gathers[0][2].done = True
-    assert grouped.arrived() == []
+    assert list(grouped.arrived()) == []
     group.ready = 1
     assert grouped.ready and sent == []
 
@@ -243,6 +292,11 @@ def test_pages_of_another_stage_come_over_links() -> None:
 
 def begin_a_step(grouped: StageCollectives, step: int = 2) -> None:
     """A step that goes through the group. All of its sums are complete, and no reduced gradient is."""
+    give_sums(grouped, step)
+    grouped.begin_exchanges()
+
+
+def give_sums(grouped: StageCollectives, step: int = 2) -> None:
     exchanges = grouped.exchanges
     assert exchanges.plan is not None
     exchanges.agree(step)
@@ -251,14 +305,13 @@ def begin_a_step(grouped: StageCollectives, step: int = 2) -> None:
     for exchange in exchanges.plan.order:
         for node in exchange.nodes[ME] if isinstance(exchange, SumExchange) else ():
             exchanges.add(exchange.layer, node, buffer)
-    grouped.begin_exchanges()
 
 
 def test_an_exchange_is_returned_when_it_is_complete() -> None:
     grouped, group, _ = make()
     begin_a_step(grouped)
     ((_, received, work),) = group.exchanges
-    assert not grouped.idle and grouped.arrived() == []
+    assert not grouped.idle and list(grouped.arrived()) == []
     work.done = True
     ((exchange, found),) = grouped.arrived()
     assert isinstance(exchange, SumExchange) and exchange.layer == LAYER and found is received and grouped.idle
@@ -281,7 +334,7 @@ def test_sums_of_an_exchange_that_fails_are_returned(how: str) -> None:
     begin_a_step(grouped)
     if how == "failed":
         group.exchanges[0][2].done, group.exchanges[0][2].error = True, RuntimeError("gone")
-        assert grouped.arrived() == []
+        assert list(grouped.arrived()) == []
     elif how == "another member gives it up":
         grouped.give_up()
     elif how == "a new epoch":
@@ -307,7 +360,7 @@ def test_with_the_option_off_nothing_is_under_way_or_reached_by_a_group() -> Non
     none.update_offer()
     assert none.idle and not none.has_news and not none.serves
     none.begin_exchanges()
-    assert none.arrived() == [] and not none.exchanges.takes(1, LAYER, (0, 1)) and not none.reached(RUNS[1].key)
+    assert list(none.arrived()) == [] and not none.exchanges.takes(1, LAYER, (0, 1)) and not none.reached(RUNS[1].key)
     assert not none.exchanges.mirrors(1, RUNS[1].key)
     with pytest.raises(AssertionError, match="no vote"):
         none.gather(LAYER, 1, {})
