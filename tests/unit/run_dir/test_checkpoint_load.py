@@ -17,9 +17,10 @@ from elaswave_spmd.controller.io import newest_checkpoint
 from elaswave_spmd.errors import CheckpointError, FilesError, UserError
 from elaswave_spmd.regular_files import regular_fd
 from elaswave_spmd.run_dir import checkpoint_shard
-from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path, find_shards
+from elaswave_spmd.run_dir.checkpoint_shard import Shard, checkpoint_path, find_shards
 from elaswave_spmd.run_dir.checkpoints import (
     Checkpoint,
+    Looks,
     find_checkpoints,
     load_newest_good,
     newest_complete,
@@ -283,6 +284,10 @@ def _names(paths: list[Path]) -> list[int]:
     return [int(path.name.removeprefix("step_")) for path in paths]
 
 
+def _paths(run_dir: Path, *steps: int) -> list[Path]:
+    return [checkpoint_path(run_dir, step) for step in steps]
+
+
 def test_prune_keeps_the_newest_good_ones(tmp_path: Path) -> None:
     for step in range(1, 8):
         save(tmp_path, step)
@@ -337,9 +342,52 @@ def test_prune_keeps_what_cannot_be_read_now_and_counts_it_as_none(
 def test_prune_removes_no_more_once_it_is_over(tmp_path: Path) -> None:
     for step in range(1, 6):
         save(tmp_path, step)
-    answers = iter([False, True])
-    assert _names(prune(tmp_path, 1, is_over=lambda: next(answers))) == [4]
+    assert prune(tmp_path, 1, is_over=lambda: True) == []
+    gone = checkpoint_path(tmp_path, 4)
+    assert _names(prune(tmp_path, 1, is_over=lambda: not gone.exists())) == [4]
     assert _names(find_checkpoints(tmp_path)) == [5, 3, 2, 1]
+
+
+@pytest.fixture
+def verified(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps of the checkpoints whose shards are read as a whole, in order."""
+    found: list[int] = []
+    verify = Shard.verify
+
+    def verifying(shard: Shard) -> None:
+        if (step := shard.info.step) not in found[-1:]:
+            found.append(step)
+        verify(shard)
+
+    monkeypatch.setattr(Shard, "verify", verifying)
+    return found
+
+
+def test_prune_reads_nothing_where_nothing_would_be_removed(tmp_path: Path, verified: list[int]) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    assert prune(tmp_path, 3) == prune(tmp_path, 2, trusted=1) == prune(tmp_path, 1, None, (1, 2), 2) == []
+    assert prune(tmp_path, 1, trusted=2, best=(1,), keep_best=1) == [] and not verified
+
+
+def test_prune_reads_again_only_the_newest_good_one_and_those_with_other_files(
+    tmp_path: Path, verified: list[int]
+) -> None:
+    looks = Looks()
+    for step in range(1, 5):
+        save(tmp_path, step)
+    assert _names(prune(tmp_path, 3, looks=looks)) == [1] and verified == [4, 3, 2]
+    save(tmp_path, 5)
+    assert _names(prune(tmp_path, 3, looks=looks)) == [2] and verified == [4, 3, 2, 5]
+    save(tmp_path, 6)
+    _flip_shard(checkpoint_path(tmp_path, 5))
+    assert _names(prune(tmp_path, 3, looks=looks)) == [5], "nothing that is good is removed for one that is not"
+    assert verified == [4, 3, 2, 5, 6, 5]
+    _flip_shard(checkpoint_path(tmp_path, 6))
+    save(tmp_path, 7)
+    _flip_shard(checkpoint_path(tmp_path, 7))
+    assert prune(tmp_path, 1, looks=looks) == _paths(tmp_path, 3) and verified[6:] == [7, 6, 4]
+    assert _names(find_checkpoints(tmp_path)) == [7, 6, 4]
 
 
 def test_prune_removes_nothing_without_a_good_checkpoint(tmp_path: Path) -> None:
