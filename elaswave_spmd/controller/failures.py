@@ -51,7 +51,7 @@ from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 from elaswave_spmd.recovery.failure_detector import BrokenLinks, Suspect
 from elaswave_spmd.recovery.standstill import Standstill
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path
-from elaswave_spmd.run_dir.discard import ROLLBACK
+from elaswave_spmd.run_dir.rollback import ROLLBACK
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
 
 _LAST_WORDS_S = 1.0  # how long to wait for the report (Failed) of a worker after its process has ended

@@ -36,11 +36,12 @@ from elaswave_spmd.run_dir.checkpoints import (
     write_manifest,
 )
 from elaswave_spmd.run_dir.directory import EVENTS, METRICS, SUMMARY
-from elaswave_spmd.run_dir.discard import discard_after, still_valid, unfinished_rollback
+from elaswave_spmd.run_dir.discard import discard_after
 from elaswave_spmd.run_dir.display import TOKENS
 from elaswave_spmd.run_dir.journal import BALLOT, ORPHAN_GRACE, Ballot, next_incarnation, read_journal
 from elaswave_spmd.run_dir.lock import RunLock, lock_run_dir, wait_for_workers
 from elaswave_spmd.run_dir.manifest import Manifest, layout_fingerprint, sets_of_shards
+from elaswave_spmd.run_dir.rollback import rollback_of, still_valid
 from elaswave_spmd.run_dir.run_identity import check_identity
 from elaswave_spmd.runtime.transport.credentials import Credentials
 from elaswave_spmd.sharding.replicas import unsurvived_text
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from elaswave_spmd.worker.spec import Job
 
 
-_Record = TypeVar("_Record")
+_Found = TypeVar("_Found")
 
 _REAPING_S = 10.0  # how long a fork server may take to end workers that live longer than they may
 _WAITING = "waiting for the workers of a controller that was killed: they write their state"
@@ -354,12 +355,12 @@ def _open_source(plan: RunPlan, data: PreparedData, resume: str) -> _Source:
 
 
 def going_back_to(run_dir: Path) -> int | None:
-    """The step of the checkpoint that a run was going back to when its controller was killed; None: it was not.
+    """The step of the checkpoint that a run was going back to when its controller ended; None: it was not.
 
     Raises:
         CheckpointError: its events are damaged.
     """
-    return unfinished_rollback(_read(read_events, run_dir)) if (run_dir / EVENTS).exists() else None
+    return _read(rollback_of, run_dir)
 
 
 def _finish_rollback(run_dir: Path) -> None:
@@ -461,8 +462,8 @@ def _lines(run_dir: Path, step: int) -> dict[int, MetricsLine]:
     return lines
 
 
-def _read(read: Callable[[Path], list[_Record]], run_dir: Path) -> list[_Record]:
-    """The records of a run that is resumed.
+def _read(read: Callable[[Path], _Found], run_dir: Path) -> _Found:
+    """What the records of a run that is resumed say.
 
     Raises:
         CheckpointError: their file is missing or damaged.

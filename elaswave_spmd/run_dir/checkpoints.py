@@ -24,7 +24,7 @@ from typing import Protocol
 
 import numpy as np
 
-from elaswave_spmd.errors import CheckpointError, FilesError
+from elaswave_spmd.errors import CheckpointError, DataError, FilesError
 from elaswave_spmd.run_dir.atomic_write import sync_directory, writing
 from elaswave_spmd.run_dir.checkpoint_shard import (
     CHECKPOINTS,
@@ -35,6 +35,7 @@ from elaswave_spmd.run_dir.checkpoint_shard import (
     read_shard,
 )
 from elaswave_spmd.run_dir.manifest import MANIFEST, Manifest, load_manifest, save_manifest
+from elaswave_spmd.run_dir.rollback import rollback_of
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
 from elaswave_spmd.sharding.reshard import ReshardPlan, plan_reshard
@@ -234,6 +235,8 @@ def unfinished_shards(run_dir: str | Path, incarnation: int, newest: int) -> lis
 def load_newest_good(run_dir: str | Path, newest: int | None = None) -> tuple[Checkpoint, list[tuple[Path, str]]]:
     """Open the newest checkpoint that is complete and matches its hashes.
 
+    Checkpoints that the run has given up and that are still there, as nobody has gone on with it since, are not good.
+
     Args:
         newest: checkpoints of later steps are ignored; None for all.
 
@@ -244,8 +247,14 @@ def load_newest_good(run_dir: str | Path, newest: int | None = None) -> tuple[Ch
         CheckpointError: no checkpoint is good. The error names each of them with the reason.
     """
     bad: list[tuple[Path, str]] = []
+    back: int | None = None
+    with contextlib.suppress(DataError):  # its checkpoints may be good all the same
+        back = rollback_of(Path(run_dir))
     for path in find_checkpoints(run_dir):
         if newest is not None and step_of(path) > newest:
+            continue
+        if back is not None and step_of(path) > back:
+            bad.append((path, f"it may be wrong: the run was going back to step {back} (its event rollback)"))
             continue
         try:
             return open_checkpoint(path, verify=True), bad

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from elaswave_spmd.run_dir.checkpoints import (
     unfinished_shards,
     write_manifest,
 )
+from elaswave_spmd.run_dir.directory import EVENTS
 from elaswave_spmd.run_dir.journal import Ballot
 from elaswave_spmd.run_dir.manifest import MANIFEST
 from elaswave_spmd.sharding.layout import ModelLayout
@@ -275,6 +277,22 @@ def test_what_writers_that_were_ended_have_left_beside_a_checkpoint_is_removed(t
     remove_superfluous(tmp_path)
     assert {path.name for path in directory.iterdir()} == good and _holds(tmp_path, 20, state)
     assert {path.name for path in unfinished.iterdir()} == left, "the next controller may complete it"
+
+
+def test_what_the_run_has_given_up_is_not_loaded_before_it_is_removed(tmp_path: Path) -> None:
+    """Its controller was killed between the event and the removal: export, generate and others find what is right."""
+    for step in (10, 20, 50):
+        save(tmp_path, step)
+    events = [{"event": "start", "time": 1.0}, {"event": "rollback", "time": 2.0, "step": 20}]
+    (tmp_path / EVENTS).write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    checkpoint, bad = load_newest_good(tmp_path)
+    assert checkpoint.step == 20 and [(path.name, "going back to step 20" in why) for path, why in bad] == [
+        ("step_00000050", True)
+    ]
+    assert load_newest_good(tmp_path, 10)[0].step == 10
+    with open(tmp_path / EVENTS, "a") as file:  # the next life has removed it, and has come to the same step again
+        file.write(json.dumps({"event": "start", "time": 3.0}) + "\n")
+    assert load_newest_good(tmp_path)[0].step == 50
 
 
 # ---- prune
