@@ -364,7 +364,7 @@ def going_back_to(run_dir: Path) -> int | None:
 
 
 def _finish_rollback(run_dir: Path) -> None:
-    """Discard the results that a controller had given up as wrong, if it was killed before it had removed them.
+    """Discard the results that a controller had given up as wrong, if it ended before it had removed them.
 
     Raises:
         CheckpointError: a file of the run is damaged, or the run was going back to its begin.
@@ -373,13 +373,13 @@ def _finish_rollback(run_dir: Path) -> None:
     step = going_back_to(run_dir)
     if step == 0:
         raise CheckpointError(
-            f"the run in {run_dir} was going back to its begin when its controller was killed",
+            f"the run in {run_dir} was going back to its begin when its controller ended",
             rule="a run is resumed from a checkpoint, and all of its checkpoints may be wrong (its event rollback)",
             where=str(run_dir / EVENTS),
             fix="begin it again, by its own command with another run.dir",
         )
     if step is not None:
-        say(f"the run was going back to step {step} when its controller was killed: that is done first")
+        say(f"the run was going back to step {step} when its controller ended: that is done first")
         discard_after(run_dir, step)
 
 

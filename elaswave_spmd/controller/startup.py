@@ -39,7 +39,7 @@ from elaswave_spmd.controller.loop import Controller
 from elaswave_spmd.controller.model_checks import ModelChecks
 from elaswave_spmd.controller.orphaned_run import OrphanedRun, find_orphaned_run
 from elaswave_spmd.controller.outcomes import Outcome, RestartFrom, RunFinished, RunStopped
-from elaswave_spmd.controller.resume import ResumePoint, complete, open_run
+from elaswave_spmd.controller.resume import ResumePoint, complete, going_back_to, open_run
 from elaswave_spmd.controller.run_log import RunLog
 from elaswave_spmd.data import prepare_data
 from elaswave_spmd.errors import ConfigError, RunError, UserError
@@ -489,7 +489,8 @@ class _Lives:
                     # and not reported before the end. If it cannot be completed now, the error is left to the command
                     # that resumes the run, so that it does not hide the error that ended this one.
                     with contextlib.suppress(OSError, RunError, UserError):
-                        complete(run_dir.path)
+                        if going_back_to(run_dir.path) is None:  # otherwise it may be wrong
+                            complete(run_dir.path)
         return outcome
 
     def _let_save(self, launcher: Launcher, members: Iterable[int], seconds: float) -> None:
