@@ -20,7 +20,7 @@ from elaswave_spmd.callbacks.callback import Callback
 from elaswave_spmd.callbacks.named import checked
 from elaswave_spmd.conf import checks
 from elaswave_spmd.conf.schema import AUTO, LIVE, RuntimeSettings, Settings
-from elaswave_spmd.controller.checkpoints import CheckpointSpec
+from elaswave_spmd.controller.checkpoints import CHECKPOINT_KEPT, CheckpointSpec, kept_fields
 from elaswave_spmd.controller.dvfs import Frequencies
 from elaswave_spmd.controller.ending import Command, Ending
 from elaswave_spmd.controller.io import ProcessIO
@@ -482,7 +482,7 @@ class _Lives:
                         # Only here: after any other end, shards without a manifest may still become a checkpoint, now
                         # (`complete` below) or with the next controller.
                         remove_unfinished(run_dir.path)
-                        self._remove_worse(run_dir.path)
+                        self._remove_worse(run_dir.path, observer)
             finally:
                 if may_be_completed:
                     # The command's last lines name the newest checkpoint. That may be one whose last shard was written
@@ -510,11 +510,30 @@ class _Lives:
                 else:
                     left.pop()
 
-    def _remove_worse(self, run_dir: Path) -> None:
-        """Remove the checkpoints that the last validations have pushed out of the best (`checkpoint.keep_best`)."""
-        settings = self._settings.checkpoint
-        if settings.keep_best:
-            prune(run_dir, settings.keep, None, ranked_steps(run_dir), settings.keep_best)
+    def _remove_worse(self, run_dir: Path, observer: RunObserver) -> None:
+        """Remove the checkpoints that the last validations have pushed out of the best (`checkpoint.keep_best`).
+
+        The run has its result, so it ends as one that has finished even if they stay: because they cannot be removed,
+        as the event says then, or because it takes longer than `timeouts.shutdown`, or because of a signal.
+        """
+        settings, until, signals = self._settings, time.monotonic() + self._settings.timeouts.shutdown, list[int]()
+        keep, keep_best = settings.checkpoint.keep, settings.checkpoint.keep_best
+        if not keep_best:
+            return
+        with self._signals.passing_to(signals.append):
+            try:
+                prune(
+                    run_dir,
+                    keep,
+                    None,
+                    ranked_steps(run_dir),
+                    keep_best,
+                    is_over=lambda: bool(signals) or time.monotonic() >= until,
+                )
+            except (OSError, RunError, UserError) as error:
+                step = 0 if observer.last is None else observer.last.step
+                with contextlib.suppress(RunError):  # a full disk
+                    observer.on_event(CHECKPOINT_KEPT, **kept_fields(step, str(error)))
 
 
 def beginning_again(settings: Settings, restart: RestartFrom) -> Settings:
