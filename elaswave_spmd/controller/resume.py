@@ -563,14 +563,18 @@ def complete(run_dir: Path) -> Path | None:
             return path
         unread = [error.what for _, error in bad if isinstance(error, UnreadableError)]
         if unread and not is_complete:  # a run that goes on does not remove a checkpoint that has a manifest
-            raise UnreadableError(
-                f"{path} has the state after step {step_of(path)}, or a part of it: {unread[0]}",
-                rule="what workers have saved when their controller was gone is not given up because it cannot be read "
-                "for a moment",
-                where=str(path),
-                fix=f"the same command when it can be read; or remove {path}: the run goes on from an earlier one then",
-            )
+            raise _unread(path, step_of(path), unread[0])
     return None
+
+
+def _unread(path: Path, step: int, why: str) -> UnreadableError:
+    return UnreadableError(
+        f"{path} has the state after step {step}, or a part of it: {why}",
+        rule="what workers have saved when their controller was gone is not given up because it cannot be read for a "
+        "moment",
+        where=str(path),
+        fix=f"the same command when it can be read; or remove {path}: the run goes on from an earlier one then",
+    )
 
 
 def _may_be_completed(path: Path) -> bool:
@@ -658,7 +662,11 @@ def _manifest(run_dir: Path, shards: list[ShardInfo]) -> Manifest | None:
 
 
 def _missing_lines(run_dir: Path, path: Path, manifest: Manifest) -> list[MetricsLine] | None:
-    """The lines up to the checkpoint's step that metrics.jsonl lacks; None if one of them cannot be made."""
+    """The lines up to the checkpoint's step that metrics.jsonl lacks; None if one of them cannot be made.
+
+    Raises:
+        UnreadableError: one cannot be made now, as a worker's records cannot be read.
+    """
     step = manifest.step
     try:
         rate = LearningRate.of_identity(manifest.identity)  # of the dead controller's run
@@ -666,8 +674,10 @@ def _missing_lines(run_dir: Path, path: Path, manifest: Manifest) -> list[Metric
     except (LookupError, TypeError, AttributeError):
         return None  # its journal was changed
     last = max((line.step for line in _read(read_metrics, run_dir)), default=0)
-    reports = read_reports(path)
+    reports, unread = read_reports(path)
     if any(number not in reports for number in range(last + 1, step + 1)):
+        if unread:
+            raise _unread(path, step, unread[0])
         return None
     return [
         MetricsLine.of(
