@@ -52,7 +52,7 @@ from elaswave_spmd.run_dir.discard import discard_after
 from elaswave_spmd.run_dir.display import make_display, shows_live
 from elaswave_spmd.run_dir.faults import FaultCount
 from elaswave_spmd.run_dir.listener import Listeners
-from elaswave_spmd.run_dir.lock import WORKERS_LOCK
+from elaswave_spmd.run_dir.lock import WORKERS_LOCK, lock_run_dir
 from elaswave_spmd.run_dir.trace import merge_trace
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.processes.launcher import Launcher
@@ -235,7 +235,9 @@ class _Lives:
             match self._run_once(settings, again, here=here):
                 case RestartFrom() as restart:
                     if restart.doubted is not None:  # first of all: no failure below may leave wrong results behind
-                        discard_after(restart.run_dir, restart.step)
+                        # The life that has ended has given its lock up: another command may resume the run.
+                        with lock_run_dir(restart.run_dir):
+                            discard_after(restart.run_dir, restart.step)
                         self._listeners.given_up(restart.step)
                     restarts.count(restart)
                     self._has_begun_again = True
