@@ -105,7 +105,8 @@ def train(model: LayeredModel, data: Any, s: Settings) -> Result:
                 g = g / torch.tensor(divisor) if divisor > 1 else g
                 update(masters[name], g, state[name], s, step, lr, decay)
                 if s.ema is not None:
-                    averages[name] = averages[name] * s.ema + masters[name] * (1.0 - s.ema)
+                    decay = float(torch.tensor(s.ema))  # as fp32
+                    averages[name] = averages[name] * decay + masters[name] * (1.0 - decay)
     return Result(losses, norms, masters, averages)
 
 

@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from elaswave_spmd.data.tree import map_tree, named_leaves
+from elaswave_spmd.determinism.rng import AUGMENTATION, generator_seeds
 from elaswave_spmd.errors import DataError, add_note, exit_as_error, headline_of
 
 _COLLATE = "def collate(self, samples), a method of the dataset that returns a dict or tuple of tensors"
-_MASK = (1 << 63) - 1
+_MASK = (1 << 63) - 1  # what `manual_seed` takes
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,10 @@ class SampleKeys:
     sample_id: int
 
     def generator(self) -> torch.Generator:
-        """A new torch generator on the CPU, for `torch.rand(..., generator=g)`. Each call begins the same stream."""
+        """A new torch generator on the CPU, for `torch.rand(..., generator=g)`. Each call begins the same stream.
+
+        torch takes 32 bits of a seed, so that of many samples two may have the same stream by chance; `numpy` has more.
+        """
         return torch.Generator().manual_seed(int(self._seeds.generate_state(1, np.uint64)[0]) & _MASK)
 
     def numpy(self) -> np.random.Generator:
@@ -48,7 +52,7 @@ class SampleKeys:
 
     @property
     def _seeds(self) -> np.random.SeedSequence:
-        return np.random.SeedSequence([self.seed & _MASK, self.step, self.sample_id])
+        return generator_seeds(AUGMENTATION, self.seed, self.step, self.sample_id)
 
 
 class GenericDataset:
@@ -200,7 +204,7 @@ def _as_tensor(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.detach().contiguous()
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
-        return torch.from_numpy(np.ascontiguousarray(leaf))
+        return torch.from_numpy(np.ascontiguousarray(leaf)).reshape(leaf.shape)  # an array without dims gets one
     if isinstance(leaf, (bool, int, float, np.number, np.bool_)):
         return torch.as_tensor(leaf)
     return leaf

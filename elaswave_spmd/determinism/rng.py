@@ -20,6 +20,8 @@ Block = tuple[int, int, int, int]
 # The purpose of a sub-key of the run's seed, in the top four bits of the last word that is folded in. Different
 # purposes therefore never share a key.
 DROPOUT, ORDER, INIT, CHECKS, SUM_CHECKS, SAMPLES = 1 << 28, 2 << 28, 3 << 28, 4 << 28, 5 << 28, 6 << 28
+# Of generators that a user's code draws from: they are seeded by `generator_seeds`.
+NOISE, AUGMENTATION = 7 << 28, 8 << 28
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -85,6 +87,14 @@ def fold(key: Key, *words: int) -> Key:
     padded = [w & MASK32 for w in words] + [0] * (4 - len(words))
     out = philox_block((padded[0], padded[1], padded[2], padded[3]), key)
     return out[0], out[1]
+
+
+def generator_seeds(purpose: int, *numbers: int) -> np.random.SeedSequence:
+    """Seeds of a generator of numpy or torch. Each number, modulo 2**64, has two words, so that no two keys coincide.
+
+    numpy itself takes as many words as a number needs, and pads with zeros: [1, 2, 3] and [1, 2, 3, 0] are the same.
+    """
+    return np.random.SeedSequence([purpose, *(word for number in numbers for word in split64(number))])
 
 
 def words(key: Key, start: int, count: int, stream: int = 0) -> NDArray[np.uint32]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from elaswave_spmd.determinism.rng import MASK64, WordSource
+from elaswave_spmd.determinism.rng import NOISE, WordSource, generator_seeds
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,10 +96,11 @@ class Keys:
         """A new generator on the CPU for the sample in row `row`, seeded from seed, step, layer and sample id.
 
         Each call for a row begins the same stream, so a layer that draws twice has to keep the generator. It is for
-        layers that run eagerly; compiled layers use `KeyedDropout`.
+        layers that run eagerly; compiled layers use `KeyedDropout`. torch takes 32 bits of a seed, so that among many
+        samples and layers two streams may be equal by chance (one pair in 93,000 streams, on average).
         """
         parts = int(self.seed), int(self.step), int(self.layer), int(self.sample_ids[row])
-        state = np.random.SeedSequence([part & MASK64 for part in parts]).generate_state(1, np.uint64)
+        state = generator_seeds(NOISE, *parts).generate_state(1, np.uint64)
         return torch.Generator().manual_seed(int(state[0]))
 
     def _counting_from(self, uses: dict[int, int]) -> Keys:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from elaswave_spmd.errors import ModelError
 
@@ -39,17 +39,20 @@ class Objective:
     Args:
         loss: the loss function, see `Loss`.
         metrics: the function of the metrics that a validation computes beside the loss; None if the model has none.
+        model: the model whose methods these are: its `training` is False while they are called for a validation. None
+            if they belong to no model.
     """
 
     loss: Loss
     metrics: Metrics | None = None
+    model: nn.Module | None = None
 
     @classmethod
     def of(cls, model: LayeredModel) -> Objective:
         """The objective of a model."""
         has_metrics = callable(getattr(type(model), "metrics", None))  # of the class: a layer may have this name
         found: Any = model.metrics if has_metrics else None
-        return cls(model.loss, found)
+        return cls(model.loss, found, model)
 
 
 def first_inputs(batch: Any) -> Any:

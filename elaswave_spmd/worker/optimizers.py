@@ -172,10 +172,13 @@ class Averaged:
         scalars: Update,
     ) -> None:
         self.optimizer.update(params, grads, {name: states[name] for name in self.optimizer.state_names}, scalars)
+        # As torch computes with it, so that both factors add up to 1: the average would otherwise tend to a multiple of
+        # the parameters (0.99983 of them with a decay of 0.9999).
+        decay = float(torch.tensor(self.decay))  # fp32
         for param, grad, average in zip(params, grads, states[AVERAGE], strict=True):
             # Three operations that round once each, not lerp or add(alpha=...), which round the elements that fill no
             # vector register in another way. The gradient is used up: its memory holds what is added.
-            average.mul_(self.decay).add_(grad.copy_(param).mul_(1.0 - self.decay))
+            average.mul_(decay).add_(grad.copy_(param).mul_(1.0 - decay))
 
 
 def averages(optimizer: PageOptimizer) -> bool:

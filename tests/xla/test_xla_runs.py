@@ -33,6 +33,13 @@ class Unfolds(MLP):
             if isinstance(module, Block):
                 module.__class__ = Unfolding
 """
+READS = """
+from elaswave_spmd.models.mlp import MLP
+
+class Reads(MLP):
+    def loss(self, output, batch):
+        return super().loss(output, batch), (batch.targets >= 0).sum().item()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +231,17 @@ def test_a_layer_with_an_operator_that_xla_lacks_is_told(tmp_path: Path) -> None
     done = train(tmp_path, *words, "model.target=unfolds.Unfolds")
     assert done.code == 2 and "aten::unfold" in done.err and "layer block0" in done.err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()  # the check of the model says so before the first step
+
+
+def test_a_loss_that_reads_a_number_of_the_batch_is_refused(
+    tmp_path: Path,
+) -> None:
+    write_text(tmp_path)
+    (tmp_path / "reads.py").write_text(READS)
+    words = [*(word for word in SMALL if not word.startswith("model.heads")), "model.target=reads.Reads"]
+    done = train(tmp_path, *words)
+    assert done.code == 2 and "loss() or metrics(): the code reads the value of a tensor" in done.err, done.err
+    assert train(tmp_path, *words, "runtime.device=cpu", "train.steps=2", "run.dir=cpu").code == 0
 
 
 def test_another_size_of_islands_or_number_of_threads_is_not_resumed(tmp_path: Path) -> None:

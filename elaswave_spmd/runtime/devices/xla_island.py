@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from elaswave_spmd.mesh import ISLAND_AXES
 from elaswave_spmd.sharding import P
@@ -34,6 +35,29 @@ class FrozenTensorError(Exception):
     def __init__(self, operators: tuple[str, ...]) -> None:
         super().__init__(f"a tensor of the graph is no input; run on the CPU: {operators}")
         self.operators = operators
+
+
+class FrozenNumberError(Exception):
+    """The code of a program has read a number out of a traced tensor, which has the values of the tracing: zeros."""
+
+
+class TracedNumbersRefused(TorchDispatchMode):
+    """A context in which code that reads the values of traced tensors is refused: `.item()`, `float()`, `if`, `.cpu()`.
+
+    What is read while a program is traced would stay in the program, whatever the tensor is when the program runs.
+
+    Raises:
+        FrozenNumberError: at the operator that reads.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Run an operator unless it reads a tensor of the island."""
+        aten, kwargs = torch.ops.aten, kwargs or {}
+        reads = func in (aten._local_scalar_dense.default, aten.equal.default)
+        reads = reads or (func is aten._to_copy.default and torch.device(kwargs.get("device") or "xla").type != "xla")
+        if reads and args[0].device.type == "xla":
+            raise FrozenNumberError(str(func))
+        return func(*args, **kwargs)
 
 
 @dataclass(frozen=True)

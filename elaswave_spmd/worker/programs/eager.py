@@ -22,7 +22,7 @@ from elaswave_spmd.determinism import Keys
 from elaswave_spmd.errors import add_note, exit_as_error
 from elaswave_spmd.models import Loss, Metrics, Objective, keys_parameter
 from elaswave_spmd.recovery.validation import other_metrics
-from elaswave_spmd.sharding.layout import ModelLayout
+from elaswave_spmd.sharding.layout import LayerLayout, ModelLayout
 from elaswave_spmd.worker.activations import (
     Activation,
     checked_output,
@@ -150,6 +150,8 @@ class StagePrograms:
         self._keyed: Mapping[int, str] = {}  # bound layers that take keys -> text about that in notes on errors
         objective = loss if isinstance(loss, Objective) else Objective(loss)
         self._loss, self._metrics = objective.loss, objective.metrics
+        owner = objective.model
+        self._of_model = [] if owner is None else [module for module in owner.modules() if module.training]
         self._loss_scale = loss_scale
         self._checkpointing = checkpointing
         self._first_trained = first_trained
@@ -616,6 +618,10 @@ class StagePrograms:
         y = self._modules[layer](*self._arguments(layer, x, keys))
         return self._loss_of(y, batch), self._metrics_of(y, batch)
 
+    def _code_of(self, layer: LayerLayout) -> str:
+        """What is compiled as one program with a layer, in words."""
+        return f"layer {layer.name}" + (", loss() or metrics()" if layer.index == self._last else "")
+
     def _loss_of(self, y: Any, batch: Any) -> Any:
         """The loss of an output, as the model's own code gives it."""
         with naming_function("loss", y, batch):
@@ -629,11 +635,12 @@ class StagePrograms:
             return self._metrics(y, batch)
 
     def set_training(self, training: bool) -> None:
-        """Switches modules between training and evaluation mode.
+        """Switches the model and its modules between training and evaluation mode.
 
-        Modules that the model itself has put into evaluation mode stay there.
+        Modules that the model itself has put into evaluation mode stay there. Layers that were made by a factory are
+        none of the model's modules, and the model is none of the bound layers': so both are switched.
         """
-        for module in self._training:
+        for module in (*self._of_model, *self._training):
             module.training = training
 
 

@@ -114,11 +114,12 @@ class CompiledPrograms(PairPrograms):
                 self._run_own_code(layer.index, x, keys.at(layer.index), batch)
                 if not isinstance(error, TorchDynamoException):
                     raise
+                where = self._code_of(layer)
                 raise ModelError(
-                    f"torch.compile refused layer {layer.name} ({str(error).strip().splitlines()[0]})",
+                    f"torch.compile refused {where} ({str(error).strip().splitlines()[0]})",
                     rule="with runtime.compile=true every layer is compiled, as one graph",
-                    where=f"layer {layer.name}",
-                    fix="write its forward without what torch.compile refuses, or set runtime.compile=false",
+                    where=where,
+                    fix="write it without what torch.compile refuses, or set runtime.compile=false",
                 ) from error
             compiled(layer.name)
         self.bind({}, {})

@@ -17,7 +17,7 @@ host tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,14 @@ from torch import Tensor, nn
 from elaswave_spmd.determinism import Keys
 from elaswave_spmd.errors import ModelError
 from elaswave_spmd.models import Loss, Objective, takes_keys
-from elaswave_spmd.runtime.devices.xla_island import WHOLE, FrozenTensorError, Program, XlaIsland
+from elaswave_spmd.runtime.devices.xla_island import (
+    WHOLE,
+    FrozenNumberError,
+    FrozenTensorError,
+    Program,
+    TracedNumbersRefused,
+    XlaIsland,
+)
 from elaswave_spmd.sharding import P
 from elaswave_spmd.sharding.layout import LayerLayout, ModelLayout, Slot
 from elaswave_spmd.worker.activations import (
@@ -163,8 +170,18 @@ class XlaPrograms(PairPrograms):
         x = map_tensors(lambda one: torch.zeros_like(one), example.x)
         for layer, module in zip(layout.layers, modules, strict=True):
             try:
-                with naming_layer(layer.name, "compilation", x):
+                with naming_layer(layer.name, "compilation", x), TracedNumbersRefused():
                     self._programs[layer.index], x = self._compile(layer, module, x, example, dtype)
+            except FrozenNumberError as error:
+                where = self._code_of(layer)
+                raise ModelError(
+                    f"XLA cannot compile {where}: the code reads the value of a tensor ({error})",
+                    rule="a layer is compiled once, on zeros: what `.item()`, `float()` or `if` has read of them would "
+                    "stay in it for good",
+                    where=where,
+                    fix="compute with tensors (torch.where in place of `if`, a tensor as weight or metric), or use "
+                    "runtime.device=cpu",
+                ) from None
             except FrozenTensorError as error:
                 on_cpu = f"operators that ran on the CPU: {', '.join(error.operators)}"
                 reason = on_cpu if error.operators else "a tensor that is neither its input nor a parameter"
@@ -188,7 +205,7 @@ class XlaPrograms(PairPrograms):
         if layer == self._last:
             host += [_with_dims(torch.zeros_like(leaf)) for _, leaf in leaves_of(example.batch)]
         zeros = ZeroArguments(island, tuple(host), tuple(specs))
-        with torch.no_grad(), _evaluating(module):
+        with torch.no_grad(), _evaluating([*self._of_model, *module.modules()]):
             inputs = zeros.given()
             if layer == self._last:
                 loss, metrics = self._scores(layout, module, inputs, x)
@@ -462,12 +479,13 @@ def _path(layout: LayerLayout, slot: Slot) -> str:
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Context in which a module is in evaluation mode. Afterwards each of its modules is in its own mode again."""
-    training = {m: m.training for m in module.modules()}
-    module.eval()
+def _evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Context in which modules are in evaluation mode. Afterwards each of them is in its own mode again."""
+    training = {module: module.training for module in modules}
+    for module in training:
+        module.training = False
     try:
         yield
     finally:
-        for inner, before in training.items():
-            inner.training = before
+        for module, before in training.items():
+            module.training = before

@@ -101,10 +101,12 @@ class Rows:
 def test_a_dataset_may_collate() -> None:
     class Joined(Samples):
         def collate(self, samples: list[np.ndarray]) -> dict[str, Any]:
-            return {"x": np.concatenate(samples), "lengths": [len(sample) for sample in samples], "number": 2}
+            sizes = [len(sample) for sample in samples]
+            return {"x": np.concatenate(samples), "lengths": sizes, "number": 2, "all": np.array(sum(sizes))}
 
     batch = collated([np.ones(2), np.ones(3)], Joined(), "joined", [0, 1])
     assert batch["x"].shape == (5,) and [int(n) for n in batch["lengths"]] == [2, 3] and int(batch["number"]) == 2
+    assert batch["all"].shape == () and int(batch["all"]) == 5
 
 
 def test_a_collate_that_fills_the_same_memory_again_changes_no_batch() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from elaswave_spmd.data.samples import SampleKeys
 from elaswave_spmd.determinism import KeyedDropout, Keys, dropout, keyed_dropout
 from elaswave_spmd.determinism.dropout import keep_mask_numpy, keep_mask_torch
 from elaswave_spmd.errors import ModelError
@@ -74,6 +75,8 @@ def test_a_sample_has_one_generator_in_any_microbatch_and_each_call_begins_it_ag
     keys = Keys.make(-1, 2**33, [5, 2**50], 3)
     assert draw(keys, 1) == draw(keys, 1) == draw(keys.again(), 1)
     assert draw(keys, 1) == draw(Keys.make(-1, 2**33, [2**50, 7, 5], 3), 0)
+    sample = torch.randn(8, generator=SampleKeys(1, 2, 3).generator()).tolist()
+    assert sample != draw(Keys.make(1, 2, [0], 3), 0), "a layer's noise is no sample's augmentation"
     others = [Keys.make(1, 2**33, [5], 3), Keys.make(-1, 1, [5], 3), keys.at(4), Keys.make(-1, 2**33, [6], 3)]
     assert len({tuple(draw(one, 0)) for one in (keys, *others)}) == 5
 

@@ -278,6 +278,11 @@ def test_a_layer_that_is_no_graph_is_refused_with_its_name() -> None:
         compiled(layered(Branching(8, 8)))
     assert caught.value.what.startswith("torch.compile refused layer layer0 (")
     assert caught.value.where == "layer layer0" and "runtime.compile=false" in caught.value.fix
+    model = layered()
+    model.loss = lambda output, batch: output.sum() if output.sum() > 0 else output.sum() * 2
+    with pytest.raises(ModelError) as caught:
+        compiled(model)
+    assert caught.value.where == "layer last, loss() or metrics()"
 
 
 class Mistyped(Affine):

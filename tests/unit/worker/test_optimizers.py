@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from itertools import pairwise
 
@@ -158,7 +159,7 @@ def test_the_settings_know_what_each_optimizer_reads(name: str, kind: type[AdamW
 @pytest.mark.parametrize("optimizer", [AdamW(), SGD(0.1, 0.9)])
 def test_an_average_is_that_of_torch_and_changes_nothing_else(optimizer: PageOptimizer) -> None:
     """torch adds by lerp, which rounds in another way: close to it, and the same bits as three plain operations."""
-    draw, decay = torch.Generator().manual_seed(7), 0.9
+    draw, decay = torch.Generator().manual_seed(7), float(torch.tensor(0.9))
     begin = torch.randn(192, generator=draw)
     alone, averaged = begin.clone(), begin.clone()
     averager, plain = Averaged(optimizer, decay), begin.clone()
@@ -178,3 +179,25 @@ def test_an_average_is_that_of_torch_and_changes_nothing_else(optimizer: PageOpt
     assert torch.equal(averaged, alone) and all(torch.equal(same[n][0], states[n][0]) for n in states)
     assert torch.equal(same[AVERAGE][0], plain)
     torch.testing.assert_close(same[AVERAGE][0], next(theirs.module.parameters()).detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_an_average_with_a_decay_near_1_tends_to_the_parameters() -> None:
+    """And not to 0.99983 of them: 0.9999 and 0.0001, each as fp32, do not add up to 1."""
+
+    class Moving(SGD):
+        def update(
+            self,
+            params: Sequence[Tensor],
+            grads: Sequence[Tensor],
+            states: Mapping[str, Sequence[Tensor]],
+            scalars: Update,
+        ) -> None:
+            params[0].copy_(0.02 + 1e-3 * torch.randn(4096, generator=draw))
+
+    draw = torch.Generator().manual_seed(7)
+    param, states = torch.full((4096,), 0.02), {AVERAGE: [torch.full((4096,), 0.02)]}
+    averager = Averaged(Moving(), 0.9999)
+    states |= {name: [torch.zeros(4096)] for name in averager.optimizer.state_names}
+    for step in range(1, 30_001):
+        averager.update([param], [torch.empty(4096)], states, Update(step, 0.1))
+    assert float(states[AVERAGE][0].double().mean()) == pytest.approx(0.02, rel=6e-5)

@@ -107,6 +107,36 @@ def test_parts_and_checkpointing_have_the_bits_of_the_whole(name: str) -> None:
         assert all(map(torch.equal, found, wanted))
 
 
+class Smoothed(Classifier):
+    """Trained by twice the loss that it is validated by. One of its own modules stays in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__(3, dropout=0.0)
+        self.calm = nn.Identity().eval()
+
+    def loss(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+        assert not self.calm.training
+        return super().loss(output, batch) * (2.0 if self.training else 1.0)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    "programs", [StagePrograms, pytest.param(CompiledPrograms, marks=pytest.mark.compiler)], ids=["eager", "compiled"]
+)
+def test_the_loss_of_a_model_knows_whether_it_is_a_validation(
+    programs: type[StagePrograms], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MODELS, "smoothed", (Smoothed, Images()))
+    options = {} if programs is StagePrograms else {"threads": 1, "place": CPU, "backend": "aot_eager"}
+    stack = Stack("smoothed", programs, **options)
+    number = stack.programs.num_compiled
+    for _ in range(2):
+        found = stack.run()
+        trained, validated = found[0], found[1 + len(stack.buffers)]
+        assert float(trained) == pytest.approx(0.1 * 2 * float(validated), rel=1e-5)
+    assert stack.programs.num_compiled == number, "nothing is compiled late"
+
+
 def test_weights_are_added_beside_the_loss() -> None:
     """The loss page has the scaled loss, its weight, and the number of micro-batches that have one."""
     stack, loss = Stack("sentences"), []
