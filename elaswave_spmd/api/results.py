@@ -17,7 +17,7 @@ from elaswave_spmd.conf.given_files import path_given
 from elaswave_spmd.conf.resume import CONFIG
 from elaswave_spmd.run_dir import MetricsLine, read_events, read_metrics, read_summary
 from elaswave_spmd.run_dir.directory import SUMMARY
-from elaswave_spmd.run_dir.discard import still_valid
+from elaswave_spmd.run_dir.rollback import still_valid
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -196,16 +196,18 @@ class GoBack:
     """The run begins again at a checkpoint, since what was committed after it may be wrong.
 
     Args:
-        reason: why the run goes back, in words.
+        reason: why the run goes back, or ends, in words.
         newest: the last version that is not in doubt; the checkpoint is of this one or an older one.
         without: workers that compute wrongly, and are left out.
         is_undecided: True if nothing shows which worker is wrong, or whether others are wrong, too.
+        ends: True if the run ends in place of that. Whoever resumes it goes back to that checkpoint.
     """
 
     reason: str
     newest: int
     without: tuple[int, ...] = ()
     is_undecided: bool = False
+    ends: bool = False
 
 
 @dataclass(frozen=True)

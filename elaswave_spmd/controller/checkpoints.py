@@ -29,6 +29,20 @@ if TYPE_CHECKING:
     from elaswave_spmd.worker.plan_run import RunPlan
 
 
+CHECKPOINT_KEPT = "checkpoint_kept"
+"""The event of a checkpoint that is not to be kept any more and could not be removed."""
+
+
+def kept_fields(step: int, why_not: str) -> dict[str, Any]:
+    """The fields of the event `checkpoint_kept`.
+
+    Args:
+        step: after which an older checkpoint should have been removed.
+        why_not: why it was not; only the first line is used.
+    """
+    return {"step": step, "message": f"an older checkpoint could not be removed: {why_not.splitlines()[0]}"}
+
+
 @dataclass(frozen=True)
 class CheckpointSpec:
     """The facts about a run that each of its checkpoints contains.
@@ -305,8 +319,7 @@ class CheckpointCoordinator:
         # The same directory that cannot be removed is reported once, not after each new checkpoint.
         if not event.why_not or event.why_not == before:
             return []
-        message = f"an older checkpoint could not be removed: {event.why_not.splitlines()[0]}"
-        return [Record("checkpoint_kept", {"step": event.step, "message": message})]
+        return [Record(CHECKPOINT_KEPT, kept_fields(event.step, event.why_not))]
 
     def _forget_before(self, step: int) -> None:
         """Drop what is known of steps that are older than the newest checkpoint, as no shards of them are expected.

@@ -51,7 +51,7 @@ from elaswave_spmd.recovery.controller_protocol import ControllerProtocol
 from elaswave_spmd.recovery.failure_detector import BrokenLinks, Suspect
 from elaswave_spmd.recovery.standstill import Standstill
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path
-from elaswave_spmd.run_dir.discard import ROLLBACK
+from elaswave_spmd.run_dir.rollback import ROLLBACK
 from elaswave_spmd.runtime.processes.fork_server_client import Exited
 
 _LAST_WORDS_S = 1.0  # how long to wait for the report (Failed) of a worker after its process has ended
@@ -571,30 +571,57 @@ class FailureHandler:
 
     def go_back(self, action: GoBack) -> list[Action]:
         """Begin the run again at a checkpoint that is older than what may be wrong; end the run if it cannot."""
-        if not self._policy.restarts:
-            why = "a run with agents cannot begin again by itself, as they end with it"
-            return self._cannot_go_back(action, f"{why}: resume it from a checkpoint of step {action.newest} or before")
-        if not self._policy.survives:
-            return self._cannot_go_back(action, "with elastic.enabled=false it does not begin again")
         self._ending = _AwaitCheckpoint(action)
         return [FindCheckpoint(action.newest)]
 
-    def _cannot_go_back(self, action: GoBack, why: str) -> list[Action]:
-        return [End(RunStopped(self._error(f"{action.reason}; the run ends, since {why}")))]
+    def _why_not_back(self, action: GoBack, checkpoint: SavedState | None, left: int) -> str:
+        """Why the run cannot begin again; empty if it can."""
+        policy = self._policy
+        if not policy.restarts:
+            return "a run with agents cannot begin again by itself, as they end with it"
+        if not policy.survives:
+            return "with elastic.enabled=false it does not begin again"
+        if self._signal:
+            return f"it was asked to by {self._signal}"
+        if left < policy.min_workers:
+            return f"{left} workers would be left, elastic.min_workers is {policy.min_workers}"
+        if checkpoint is None and (self._first or (not policy.saves and self._protocol.version)):
+            return self._no_checkpoint(action)
+        return ""
+
+    def _cannot_go_back(self, action: GoBack, why: str, checkpoint: SavedState | None) -> list[Action]:
+        """The run ends. If committed steps may be wrong, whoever resumes it goes back first."""
+        version, text = self._protocol.version, action.reason
+        if not action.ends:
+            text += f"; the run ends, since {why}"
+        if action.newest >= version:
+            return [End(RunStopped(self._error(text)))]
+        if checkpoint is not None:
+            text += f"; a run that is resumed goes back to {checkpoint.path}"
+        elif action.ends:
+            return [End(RunStopped(self._error(f"{text}; {self._no_checkpoint(action)}")))]
+        step = 0 if checkpoint is None else checkpoint.step
+        fields = {
+            "step": step,
+            "given_up": version,
+            "ranks": list(action.without),
+            "reason": action.reason,
+            "message": f"whoever resumes the run goes back to step {step}, and gives up what was committed after it, "
+            f"up to step {version}",
+        }
+        return [Record(ROLLBACK, fields), End(RunStopped(self._error(text)))]
+
+    def _no_checkpoint(self, action: GoBack) -> str:
+        return f"there is no checkpoint of step {action.newest} or before"
 
     def _back_to(self, action: GoBack, checkpoint: SavedState | None) -> list[Action]:
         """The run begins again at this checkpoint, or as it began at step 0 if there is no checkpoint yet."""
         policy, protocol = self._policy, self._protocol
         num_members = policy.mesh.shape.num_workers if policy.replaces else len(protocol.members)
         left = num_members - (0 if policy.replaces else len({*action.without} & {*protocol.members}))
-        if self._signal:
-            return self._cannot_go_back(action, f"it was asked to by {self._signal}")
-        if left < policy.min_workers:
-            return self._cannot_go_back(
-                action, f"{left} workers would be left, elastic.min_workers is {policy.min_workers}"
-            )
-        if checkpoint is None and (self._first or (not policy.saves and protocol.version)):
-            return self._cannot_go_back(action, f"there is no checkpoint of step {action.newest} or before")
+        why = self._why_not_back(action, checkpoint, left)
+        if action.ends or why:
+            return self._cannot_go_back(action, why, checkpoint)
         step, where = (0, "its begin") if checkpoint is None else (checkpoint.step, str(checkpoint.path))
         mesh = self._mesh_for(left)
         again = f"{left} workers ({mesh.shape.name}) begin again after step {step}, from {where}"

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
@@ -57,7 +57,14 @@ from elaswave_spmd.recovery.admission import DIRECTION, UNREADABLE, refused_hear
 from elaswave_spmd.recovery.messages import Adopt, Heartbeat, Prepare, decode, encode
 from elaswave_spmd.run_dir.atomic_write import sync_file
 from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, checkpoint_path
-from elaswave_spmd.run_dir.checkpoints import load_newest_good, prune, remove_shards, unfinished_shards, write_manifest
+from elaswave_spmd.run_dir.checkpoints import (
+    Looks,
+    load_newest_good,
+    prune,
+    remove_shards,
+    unfinished_shards,
+    write_manifest,
+)
 from elaswave_spmd.run_dir.directory import EVENTS, METRICS
 from elaswave_spmd.run_dir.journal import Journal
 from elaswave_spmd.run_dir.manifest import Manifest, layout_summary
@@ -216,7 +223,9 @@ class ControllerIO(Protocol):
         ...
 
     def write_manifest(self, manifest: Manifest, trusted: int | None, best: Sequence[int]) -> None:
-        """Write a checkpoint's manifest in the background; ManifestWritten follows. Old checkpoints are removed.
+        """Write a checkpoint's manifest in the background; ManifestWritten follows.
+
+        Old checkpoints are removed after that, and OldRemoved follows, unless a newer one is complete before they are.
 
         Args:
             trusted: a version up to which all checks have agreed: the newest checkpoint up to it is kept, however old
@@ -233,6 +242,8 @@ class ControllerIO(Protocol):
     def find_checkpoint(self, newest: int | None) -> None:
         """Wait for manifests that are being written, then look for the newest good checkpoint; CheckpointFound follows.
 
+        No checkpoints are removed any more, as the life of the run ends.
+
         Args:
             newest: checkpoints of later steps are ignored; None for all.
         """
@@ -247,13 +258,16 @@ class ControllerIO(Protocol):
         ...
 
     def finish_writing(self) -> list[ManifestWritten | OldRemoved]:
-        """Wait until all manifests are written. Returns the results that have not been returned as events yet."""
+        """Wait until all manifests are written. Returns the results that have not been returned as events yet.
+
+        Old checkpoints are not waited for.
+        """
         ...
 
     def close(self) -> None:
         """Close everything except the workers' processes, which the launcher ends.
 
-        Waits for the thread that writes manifests and removes old checkpoints, for `timeouts.shutdown` at most.
+        Waits for the threads that write manifests and remove old checkpoints, for `timeouts.shutdown` at most.
         """
         ...
 
@@ -261,8 +275,8 @@ class ControllerIO(Protocol):
 class ProcessIO:
     """The `ControllerIO` over real worker processes and links.
 
-    It uses threads of its own: that of the links, those of the death watch, one that writes manifests, and one that
-    plans changes of the mesh.
+    It uses threads of its own: that of the links, those of the death watch, one that writes manifests, one that removes
+    old checkpoints, and one that plans changes of the mesh.
 
     Args:
         launcher: starts the workers and reports how they end.
@@ -515,6 +529,7 @@ class ProcessIO:
         self._writer.remove(step, names)
 
     def find_checkpoint(self, newest: int | None) -> None:
+        self._writer.remove_no_more()  # nor what is found here
         self._ready += self.finish_writing()
         self._ready.append(CheckpointFound(newest_checkpoint(self._run_dir, newest)))
 
@@ -747,15 +762,16 @@ class _Removal:
 
 
 class _ManifestWriter:
-    """The journal of mesh epochs, and a thread that writes manifests, and removes old checkpoints and useless shards.
+    """The journal of mesh epochs, and a thread that writes manifests and removes useless shards.
 
     The controller's thread waits for the disk only for the journal, whose line must be on it before a Prepare is sent.
+    Old checkpoints are removed by a thread of their own (`_OldRemover`).
 
     Args:
         record: the fields of the journal's first line by which workers may be adopted (timeouts.adopt); empty if they
             may not.
         adoption: set if the controller goes on with the journal of one that has died; else None.
-        patience_s: for how many seconds `close` waits for the thread.
+        patience_s: for how many seconds `close` waits for the threads.
     """
 
     def __init__(
@@ -772,12 +788,13 @@ class _ManifestWriter:
         self._patience_s = patience_s
         self._is_left = False  # True once `close` has given up waiting for the thread
         self._run_dir = run_dir
-        self._settings = settings
         self._mailbox = mailbox
         self._incarnation = spec.incarnation
         self._due: queue.SimpleQueue[_Completion | _Removal | None] = queue.SimpleQueue()  # None: the thread ends
         self._results: deque[ManifestWritten | OldRemoved] = deque()
         self._thread: threading.Thread | None = None
+        self._disk = threading.Lock()  # no manifest is written to a checkpoint while that is removed
+        self._old = _OldRemover(run_dir, settings, self._disk, self._tell)
         self._journal = Journal(run_dir)
         if adoption is not None:  # the epoch number in this line does not begin a mesh epoch
             here = record[SCRATCH]  # differs from the previous one if the previous fork server had ended
@@ -819,16 +836,22 @@ class _ManifestWriter:
             self._thread = None
         return [self._results.popleft() for _ in range(len(self._results))]
 
-    def close(self) -> None:
-        """End the thread. If a slow disk keeps it longer than `patience_s`, leave it: it removes nothing more then.
+    def remove_no_more(self) -> None:
+        """Give up the removal of old checkpoints that is under way, and all later ones."""
+        self._old.give_up()
 
-        A run that needs the results of the thread calls `finish` before this.
+    def close(self) -> None:
+        """End the threads. If a slow disk keeps them longer than `patience_s`, leave them: they remove nothing then.
+
+        A run that needs the results of manifests calls `finish` before this.
         """
+        until = time.monotonic() + self._patience_s
         if self._thread is not None:
             self._due.put(None)
             self._thread.join(min(self._patience_s, threading.TIMEOUT_MAX))
             self._is_left = self._thread.is_alive()
             self._thread = None
+        self._old.close(until)
         self._journal.close()
 
     def _work(self) -> None:
@@ -841,28 +864,109 @@ class _ManifestWriter:
                     remove_shards(self._run_dir, step, names)
 
     def _complete(self, due: _Completion) -> None:
-        """Write a manifest, and remove old checkpoints after that."""
-        manifest, error, why_not = due.manifest, "", ""
+        """Write a manifest, and have old checkpoints removed after that."""
+        manifest, error = due.manifest, ""
         try:
             # On the disk before the manifest: a run that is resumed from the checkpoint needs the metrics and the
             # validations up to its step.
             sync_file(self._run_dir / METRICS)
             sync_file(self._run_dir / EVENTS)
-            write_manifest(checkpoint_path(self._run_dir, manifest.step), manifest)
+            with self._disk:
+                write_manifest(checkpoint_path(self._run_dir, manifest.step), manifest)
         except (RunError, UserError, OSError) as caught:
             error = str(caught)
         self._tell(ManifestWritten(manifest, error))
-        if error:
-            return
-        # Reported first: the new checkpoint is complete, whether or not the old ones can be removed. Before `prune`
-        # removes any, it reads those that it keeps as a whole.
-        try:
-            keep, keep_best = self._settings.keep, self._settings.keep_best
-            prune(self._run_dir, keep, due.trusted, due.best, keep_best, is_over=lambda: self._is_left)
-        except (RunError, UserError, OSError) as caught:
-            why_not = str(caught)
-        self._tell(OldRemoved(manifest.step, why_not))
+        if not error:
+            self._old.ask(due)
 
     def _tell(self, result: ManifestWritten | OldRemoved) -> None:
         self._results.append(result)
         self._mailbox.interrupt("a manifest is written, or old checkpoints are removed")
+
+
+class _OldRemover:
+    """A thread that removes old checkpoints after a new one is complete.
+
+    No manifest waits for it: before it removes any it reads those that are kept as a whole, which may take longer than
+    it takes until the next one is complete. Of several that are complete meanwhile only the last one counts.
+
+    Args:
+        disk: held during each removal.
+        tell: called with the result.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        settings: CheckpointSettings,
+        disk: threading.Lock,
+        tell: Callable[[OldRemoved], None],
+    ) -> None:
+        self._run_dir = run_dir
+        self._settings = settings
+        self._disk = disk
+        self._tell = tell
+        self._looks = Looks()
+        self._changed = threading.Condition()
+        self._due: _Completion | None = None
+        self._is_last = False  # True once nothing more becomes due
+        self._is_over = False  # True once nothing more may be removed
+        self._thread: threading.Thread | None = None
+
+    def ask(self, due: _Completion) -> None:
+        """This checkpoint is complete."""
+        with self._changed:
+            if self._is_last:
+                return
+            self._due = due
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="old checkpoints", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def give_up(self) -> None:
+        """Remove nothing more, and read nothing more."""
+        self._is_over = True
+        self._end()
+
+    def close(self, until: float) -> None:
+        """Wait for the thread, until this time by `time.monotonic` at most; then it removes nothing more."""
+        self._end()
+        if self._thread is not None:
+            self._thread.join(max(0.0, until - time.monotonic()))
+        self._is_over = True
+
+    def _end(self) -> None:
+        with self._changed:
+            self._is_last = True
+            self._changed.notify()
+
+    def _work(self) -> None:
+        """The thread: it removes what the newest checkpoint that is complete has made superfluous, again and again."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_last or self._due is not None)
+                due, self._due = self._due, None
+            if due is None or self._is_over:
+                return
+            why_not = self._remove_before(due)
+            if not self._is_over:
+                self._tell(OldRemoved(due.manifest.step, why_not))
+
+    def _remove_before(self, due: _Completion) -> str:
+        """Remove old checkpoints. Returns why one of them could not be removed; empty if all were."""
+        keep, keep_best = self._settings.keep, self._settings.keep_best
+        try:
+            prune(
+                self._run_dir,
+                keep,
+                due.trusted,
+                due.best,
+                keep_best,
+                looks=self._looks,
+                is_over=lambda: self._is_over,
+                disk=self._disk,
+            )
+        except (RunError, UserError, OSError) as caught:
+            return str(caught)
+        return ""

@@ -732,9 +732,10 @@ class Controller:
 
     @property
     def _trusted(self) -> int | None:
-        """The last version that all checks in use have confirmed; None without `verify.action=rollback`, or if no check
-        is in use. The newest checkpoint up to it must be kept, as the run may have to go back to it."""
-        if self._plan.settings.verify.action != "rollback":
+        """The last version that all checks in use have confirmed; None if no check is in use, or if steps that may be
+        wrong stay (`verify.action`). The newest checkpoint up to it must be kept, as the run may have to go back to it.
+        """
+        if self._plan.settings.verify.action not in ("rollback", "stop"):
             return None
         agreed = self.protocol.agreed if self._plan.job.verify_every else None
         known = [self._verifier.trusted, self._sum_verifier.trusted, agreed]

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from elaswave_spmd.conf.schema import Settings
-from elaswave_spmd.controller.actions import Action, End, Record
+from elaswave_spmd.controller.actions import Action, Record
 from elaswave_spmd.controller.checkpoints import CheckpointCoordinator
-from elaswave_spmd.controller.outcomes import RunStopped
 from elaswave_spmd.controller.verdicts import Verdicts, host_of
-from elaswave_spmd.errors import RunError
 from elaswave_spmd.mesh.mesh import named_workers
 from elaswave_spmd.recovery import messages as m
 from elaswave_spmd.recovery.actions import Broadcast
@@ -87,8 +85,8 @@ class ReplicaVerifier:
             return [*records, *self._undecided(found)]
         if self._action == "stop":
             who = f"{named_workers(found.wrong)} {'has' if len(found.wrong) == 1 else 'have'}"
-            error = f"the run stops (verify.action=stop): {who} wrong state after step {found.version}"
-            return [*records, End(RunStopped(RunError(error)))]
+            error = f"{who} wrong state after step {found.version}"
+            return [*records, *self._verdicts.stopped(error, self._protocol.agreed, self._unsure(found.version))]
         if self._action == "report":
             return [*records, *self._protocol.repair(found.wrong)]
         self._protocol.repair({})

@@ -36,11 +36,12 @@ from elaswave_spmd.run_dir.checkpoints import (
     write_manifest,
 )
 from elaswave_spmd.run_dir.directory import EVENTS, METRICS, SUMMARY
-from elaswave_spmd.run_dir.discard import discard_after, still_valid, unfinished_rollback
+from elaswave_spmd.run_dir.discard import discard_after
 from elaswave_spmd.run_dir.display import TOKENS
 from elaswave_spmd.run_dir.journal import BALLOT, ORPHAN_GRACE, Ballot, next_incarnation, read_journal
 from elaswave_spmd.run_dir.lock import RunLock, lock_run_dir, wait_for_workers
 from elaswave_spmd.run_dir.manifest import Manifest, layout_fingerprint, sets_of_shards
+from elaswave_spmd.run_dir.rollback import rollback_of, still_valid
 from elaswave_spmd.run_dir.run_identity import check_identity
 from elaswave_spmd.runtime.transport.credentials import Credentials
 from elaswave_spmd.sharding.replicas import unsurvived_text
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from elaswave_spmd.worker.spec import Job
 
 
-_Record = TypeVar("_Record")
+_Found = TypeVar("_Found")
 
 _REAPING_S = 10.0  # how long a fork server may take to end workers that live longer than they may
 _WAITING = "waiting for the workers of a controller that was killed: they write their state"
@@ -354,16 +355,16 @@ def _open_source(plan: RunPlan, data: PreparedData, resume: str) -> _Source:
 
 
 def going_back_to(run_dir: Path) -> int | None:
-    """The step of the checkpoint that a run was going back to when its controller was killed; None: it was not.
+    """The step of the checkpoint that a run was going back to when its controller ended; None: it was not.
 
     Raises:
         CheckpointError: its events are damaged.
     """
-    return unfinished_rollback(_read(read_events, run_dir)) if (run_dir / EVENTS).exists() else None
+    return _read(rollback_of, run_dir)
 
 
 def _finish_rollback(run_dir: Path) -> None:
-    """Discard the results that a controller had given up as wrong, if it was killed before it had removed them.
+    """Discard the results that a controller had given up as wrong, if it ended before it had removed them.
 
     Raises:
         CheckpointError: a file of the run is damaged, or the run was going back to its begin.
@@ -372,13 +373,13 @@ def _finish_rollback(run_dir: Path) -> None:
     step = going_back_to(run_dir)
     if step == 0:
         raise CheckpointError(
-            f"the run in {run_dir} was going back to its begin when its controller was killed",
+            f"the run in {run_dir} was going back to its begin when its controller ended",
             rule="a run is resumed from a checkpoint, and all of its checkpoints may be wrong (its event rollback)",
             where=str(run_dir / EVENTS),
             fix="begin it again, by its own command with another run.dir",
         )
     if step is not None:
-        say(f"the run was going back to step {step} when its controller was killed: that is done first")
+        say(f"the run was going back to step {step} when its controller ended: that is done first")
         discard_after(run_dir, step)
 
 
@@ -461,8 +462,8 @@ def _lines(run_dir: Path, step: int) -> dict[int, MetricsLine]:
     return lines
 
 
-def _read(read: Callable[[Path], list[_Record]], run_dir: Path) -> list[_Record]:
-    """The records of a run that is resumed.
+def _read(read: Callable[[Path], _Found], run_dir: Path) -> _Found:
+    """What the records of a run that is resumed say.
 
     Raises:
         CheckpointError: their file is missing or damaged.
@@ -562,14 +563,18 @@ def complete(run_dir: Path) -> Path | None:
             return path
         unread = [error.what for _, error in bad if isinstance(error, UnreadableError)]
         if unread and not is_complete:  # a run that goes on does not remove a checkpoint that has a manifest
-            raise UnreadableError(
-                f"{path} has the state after step {step_of(path)}, or a part of it: {unread[0]}",
-                rule="what workers have saved when their controller was gone is not given up because it cannot be read "
-                "for a moment",
-                where=str(path),
-                fix=f"the same command when it can be read; or remove {path}: the run goes on from an earlier one then",
-            )
+            raise _unread(path, step_of(path), unread[0])
     return None
+
+
+def _unread(path: Path, step: int, why: str) -> UnreadableError:
+    return UnreadableError(
+        f"{path} has the state after step {step}, or a part of it: {why}",
+        rule="what workers have saved when their controller was gone is not given up because it cannot be read for a "
+        "moment",
+        where=str(path),
+        fix=f"the same command when it can be read; or remove {path}: the run goes on from an earlier one then",
+    )
 
 
 def _may_be_completed(path: Path) -> bool:
@@ -657,7 +662,11 @@ def _manifest(run_dir: Path, shards: list[ShardInfo]) -> Manifest | None:
 
 
 def _missing_lines(run_dir: Path, path: Path, manifest: Manifest) -> list[MetricsLine] | None:
-    """The lines up to the checkpoint's step that metrics.jsonl lacks; None if one of them cannot be made."""
+    """The lines up to the checkpoint's step that metrics.jsonl lacks; None if one of them cannot be made.
+
+    Raises:
+        UnreadableError: one cannot be made now, as a worker's records cannot be read.
+    """
     step = manifest.step
     try:
         rate = LearningRate.of_identity(manifest.identity)  # of the dead controller's run
@@ -665,8 +674,10 @@ def _missing_lines(run_dir: Path, path: Path, manifest: Manifest) -> list[Metric
     except (LookupError, TypeError, AttributeError):
         return None  # its journal was changed
     last = max((line.step for line in _read(read_metrics, run_dir)), default=0)
-    reports = read_reports(path)
+    reports, unread = read_reports(path)
     if any(number not in reports for number in range(last + 1, step + 1)):
+        if unread:
+            raise _unread(path, step, unread[0])
         return None
     return [
         MetricsLine.of(

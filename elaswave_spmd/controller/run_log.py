@@ -33,8 +33,8 @@ from elaswave_spmd.recovery.actions import Broadcast, Committed, EpochBegun, Rem
 from elaswave_spmd.recovery.messages import Applied, Damaged, Measured, Ready
 from elaswave_spmd.run_dir import MetricsLine, RunObserver, weights_sha256
 from elaswave_spmd.run_dir.directory import EVENTS
-from elaswave_spmd.run_dir.discard import ROLLBACK
 from elaswave_spmd.run_dir.faults import UNDISTURBED_STEPS
+from elaswave_spmd.run_dir.rollback import ROLLBACK
 from elaswave_spmd.worker.optimizers import averages
 
 if TYPE_CHECKING:

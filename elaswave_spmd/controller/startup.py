@@ -20,7 +20,7 @@ from elaswave_spmd.callbacks.callback import Callback
 from elaswave_spmd.callbacks.named import checked
 from elaswave_spmd.conf import checks
 from elaswave_spmd.conf.schema import AUTO, LIVE, SPLIT_POINTS, RuntimeSettings, Settings
-from elaswave_spmd.controller.checkpoints import CheckpointSpec
+from elaswave_spmd.controller.checkpoints import CHECKPOINT_KEPT, CheckpointSpec, kept_fields
 from elaswave_spmd.controller.dvfs import Frequencies
 from elaswave_spmd.controller.ending import Command, Ending
 from elaswave_spmd.controller.io import ProcessIO
@@ -39,7 +39,7 @@ from elaswave_spmd.controller.loop import Controller
 from elaswave_spmd.controller.model_checks import ModelChecks
 from elaswave_spmd.controller.orphaned_run import OrphanedRun, find_orphaned_run
 from elaswave_spmd.controller.outcomes import Outcome, RestartFrom, RunFinished, RunStopped
-from elaswave_spmd.controller.resume import ResumePoint, complete, open_run
+from elaswave_spmd.controller.resume import ResumePoint, complete, going_back_to, open_run
 from elaswave_spmd.controller.run_log import RunLog
 from elaswave_spmd.data import prepare_data
 from elaswave_spmd.errors import ConfigError, RunError, UserError
@@ -52,7 +52,7 @@ from elaswave_spmd.run_dir.discard import discard_after
 from elaswave_spmd.run_dir.display import make_display, shows_live
 from elaswave_spmd.run_dir.faults import FaultCount
 from elaswave_spmd.run_dir.listener import Listeners
-from elaswave_spmd.run_dir.lock import WORKERS_LOCK
+from elaswave_spmd.run_dir.lock import WORKERS_LOCK, lock_run_dir
 from elaswave_spmd.run_dir.trace import merge_trace
 from elaswave_spmd.runtime.processes.fork_server_client import ForkServerClient
 from elaswave_spmd.runtime.processes.launcher import Launcher
@@ -235,7 +235,9 @@ class _Lives:
             match self._run_once(settings, again, here=here):
                 case RestartFrom() as restart:
                     if restart.doubted is not None:  # first of all: no failure below may leave wrong results behind
-                        discard_after(restart.run_dir, restart.step)
+                        # The life that has ended has given its lock up: another command may resume the run.
+                        with lock_run_dir(restart.run_dir):
+                            discard_after(restart.run_dir, restart.step)
                         self._listeners.given_up(restart.step)
                     restarts.count(restart)
                     self._has_begun_again = True
@@ -480,14 +482,15 @@ class _Lives:
                         # Only here: after any other end, shards without a manifest may still become a checkpoint, now
                         # (`complete` below) or with the next controller.
                         remove_unfinished(run_dir.path)
-                        self._remove_worse(run_dir.path)
+                        self._remove_worse(run_dir.path, observer)
             finally:
                 if may_be_completed:
                     # The command's last lines name the newest checkpoint. That may be one whose last shard was written
                     # and not reported before the end. If it cannot be completed now, the error is left to the command
                     # that resumes the run, so that it does not hide the error that ended this one.
                     with contextlib.suppress(OSError, RunError, UserError):
-                        complete(run_dir.path)
+                        if going_back_to(run_dir.path) is None:  # otherwise it may be wrong
+                            complete(run_dir.path)
         return outcome
 
     def _let_save(self, launcher: Launcher, members: Iterable[int], seconds: float) -> None:
@@ -510,11 +513,30 @@ class _Lives:
                 else:
                     left.pop()
 
-    def _remove_worse(self, run_dir: Path) -> None:
-        """Remove the checkpoints that the last validations have pushed out of the best (`checkpoint.keep_best`)."""
-        settings = self._settings.checkpoint
-        if settings.keep_best:
-            prune(run_dir, settings.keep, None, ranked_steps(run_dir), settings.keep_best)
+    def _remove_worse(self, run_dir: Path, observer: RunObserver) -> None:
+        """Remove the checkpoints that the last validations have pushed out of the best (`checkpoint.keep_best`).
+
+        The run has its result, so it ends as one that has finished even if they stay: because they cannot be removed,
+        as the event says then, or because it takes longer than `timeouts.shutdown`, or because of a signal.
+        """
+        settings, until, signals = self._settings, time.monotonic() + self._settings.timeouts.shutdown, list[int]()
+        keep, keep_best = settings.checkpoint.keep, settings.checkpoint.keep_best
+        if not keep_best:
+            return
+        with self._signals.passing_to(signals.append):
+            try:
+                prune(
+                    run_dir,
+                    keep,
+                    None,
+                    ranked_steps(run_dir),
+                    keep_best,
+                    is_over=lambda: bool(signals) or time.monotonic() >= until,
+                )
+            except (OSError, RunError, UserError) as error:
+                step = 0 if observer.last is None else observer.last.step
+                with contextlib.suppress(RunError):  # a full disk
+                    observer.on_event(CHECKPOINT_KEPT, **kept_fields(step, str(error)))
 
 
 def beginning_again(settings: Settings, restart: RestartFrom) -> Settings:

@@ -87,11 +87,10 @@ class Verdicts:
         if self._action == "report":
             self._protocol.accept_results()
             return [*records, case.accept]
-        if self._action == "stop":
-            what = f"{named_workers(wrong)} computed wrongly: {case}"
-            return [*records, End(RunStopped(RunError(f"the run stops (verify.action=stop): {what}")))]
         newest = min(self._right_until(case, rank) for rank in wrong)
         unsure = [newest + 1, case.step - 1] if newest + 1 < case.step else []
+        if self._action == "stop":
+            return [*records, *self.stopped(f"{named_workers(wrong)} computed wrongly: {case}", newest, unsure)]
         return [*records, *self.without(wrong, f"it computed wrongly in step {case.step}", newest, unsure)]
 
     def not_found(self, case: Case, disputed: Collection[int]) -> list[Action]:
@@ -115,6 +114,13 @@ class Verdicts:
             return [GoBack(f"{who}; {may} (verify.action=rollback)", newest, tuple(wrong))]
         return [EvictWorker(rank, reason) for rank in wrong]
 
+    def stopped(self, error: str, newest: int, unsure: Sequence[int]) -> list[Action]:
+        """The run ends with `verify.action=stop`; args as for `without`."""
+        text = f"the run stops (verify.action=stop): {error}"
+        if not unsure:
+            return [End(RunStopped(RunError(text)))]
+        return [GoBack(f"{text}; steps {unsure[0]} to {unsure[1]} may be wrong", newest, ends=True)]
+
     def undecided(self, error: str, newest: int, wrong: Sequence[int] = ()) -> list[Action]:
         """Nothing shows who is wrong: the run goes back to its checkpoint, once; the next time it ends.
 
@@ -125,7 +131,9 @@ class Verdicts:
         """
         if self._action == "stop" or self._has_gone_back:
             again = ", for the second time" if self._has_gone_back else ""
-            return [End(RunStopped(RunError(f"{error}{again}")))]
+            if newest >= self._protocol.version:
+                return [End(RunStopped(RunError(f"{error}{again}")))]
+            return [GoBack(f"{error}{again}", newest, tuple(wrong), is_undecided=True, ends=True)]
         return [GoBack(error, newest, tuple(wrong), is_undecided=True)]
 
     def _right_until(self, case: Case, rank: int) -> int:

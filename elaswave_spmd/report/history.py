@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elaswave_spmd.report.recorded import RecordedRun
-from elaswave_spmd.run_dir.discard import still_valid
 from elaswave_spmd.run_dir.faults import UNDISTURBED_STEPS
 from elaswave_spmd.run_dir.json_lines import float_of_hex
 from elaswave_spmd.run_dir.metrics import MetricsLine
 from elaswave_spmd.run_dir.observer import event_text
+from elaswave_spmd.run_dir.rollback import still_valid
 
 MARKED = ("fail", "corrupt", "leave", "join", "move", "link", "rollback", "restart", "resume")
 """The kinds of incidents that charts have a mark for."""

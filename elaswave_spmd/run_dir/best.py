@@ -8,9 +8,9 @@ from pathlib import Path
 from elaswave_spmd.errors import CheckpointError, DataError
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path
 from elaswave_spmd.run_dir.directory import SUMMARY, WEIGHTS, read_events, read_summary
-from elaswave_spmd.run_dir.discard import still_valid
 from elaswave_spmd.run_dir.json_lines import float_of_hex, is_count
 from elaswave_spmd.run_dir.manifest import MANIFEST
+from elaswave_spmd.run_dir.rollback import still_valid
 
 
 def ranked(losses: Mapping[int, float]) -> tuple[int, ...]:

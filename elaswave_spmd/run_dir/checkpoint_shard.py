@@ -153,6 +153,19 @@ def shard_name(rank: int, ballot: Ballot, *, for_others: bool = False) -> str:
     return f"shard_{rank}_{ballot.incarnation}-{ballot.epoch}{others}.safetensors"
 
 
+def make_checkpoint_folder(directory: Path) -> None:
+    """Create the directory of a checkpoint if it is missing, but not the run's directory.
+
+    Raises:
+        FilesError: it cannot be created.
+    """
+    with writing(directory):
+        # Not `parents=True`: if the run's directory was removed the run must end, not write into a new directory.
+        for folder in (directory.parent, directory):
+            with contextlib.suppress(FileExistsError):
+                make_private_folder(folder)
+
+
 def write_shard(
     directory: Path,
     step: int,
@@ -187,11 +200,7 @@ def write_shard(
     _assert_state(arrays)
     ordered = [(key, kind, arrays[key][kind]) for key in sorted(arrays) for kind in sorted(arrays[key])]
     path = directory / shard_name(rank, ballot, for_others=for_others)
-    with writing(path):
-        # Not `parents=True`: if the run's directory was removed the run must end, not write into a new directory.
-        for folder in (directory.parent, directory):
-            with contextlib.suppress(FileExistsError):
-                make_private_folder(folder)
+    make_checkpoint_folder(directory)
     metadata = {
         "run": run,
         "step": str(step),

@@ -12,16 +12,19 @@ shards are complete. Nothing in a checkpoint depends on the mesh that wrote it.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
-from elaswave_spmd.errors import CheckpointError, FilesError
+from elaswave_spmd.errors import CheckpointError, DataError, FilesError
 from elaswave_spmd.run_dir.atomic_write import sync_directory, writing
 from elaswave_spmd.run_dir.checkpoint_shard import (
     CHECKPOINTS,
@@ -32,6 +35,7 @@ from elaswave_spmd.run_dir.checkpoint_shard import (
     read_shard,
 )
 from elaswave_spmd.run_dir.manifest import MANIFEST, Manifest, load_manifest, save_manifest
+from elaswave_spmd.run_dir.rollback import rollback_of
 from elaswave_spmd.sharding.layout import ModelLayout
 from elaswave_spmd.sharding.replicas import PageRange, ReplicaMap, ReplicaSet
 from elaswave_spmd.sharding.reshard import ReshardPlan, plan_reshard
@@ -231,6 +235,8 @@ def unfinished_shards(run_dir: str | Path, incarnation: int, newest: int) -> lis
 def load_newest_good(run_dir: str | Path, newest: int | None = None) -> tuple[Checkpoint, list[tuple[Path, str]]]:
     """Open the newest checkpoint that is complete and matches its hashes.
 
+    Checkpoints that the run has given up and that are still there, as nobody has gone on with it since, are not good.
+
     Args:
         newest: checkpoints of later steps are ignored; None for all.
 
@@ -241,8 +247,14 @@ def load_newest_good(run_dir: str | Path, newest: int | None = None) -> tuple[Ch
         CheckpointError: no checkpoint is good. The error names each of them with the reason.
     """
     bad: list[tuple[Path, str]] = []
+    back: int | None = None
+    with contextlib.suppress(DataError):  # its checkpoints may be good all the same
+        back = rollback_of(Path(run_dir))
     for path in find_checkpoints(run_dir):
         if newest is not None and step_of(path) > newest:
+            continue
+        if back is not None and step_of(path) > back:
+            bad.append((path, f"it may be wrong: the run was going back to step {back} (its event rollback)"))
             continue
         try:
             return open_checkpoint(path, verify=True), bad
@@ -263,21 +275,26 @@ def prune(
     best: Sequence[int] = (),
     keep_best: int = 0,
     *,
+    looks: Looks | None = None,
     is_over: Callable[[], bool] = lambda: False,
+    disk: AbstractContextManager[object] | None = None,
 ) -> list[Path]:
     """Remove all but the newest `keep` good checkpoints, and unfinished or bad ones between and before them.
 
     Checkpoints newer than the newest good one are left alone, since workers may be writing them. The checkpoints that
     are kept are read as a whole and compared with their hashes: a good one is removed only after `keep` newer ones were
-    found to be good. One that cannot be read now (a lack of descriptors, a network file system that does not answer) is
-    neither counted as good nor removed as bad.
+    found to be good, the newest of them now. One that cannot be read now (a lack of descriptors, a network file system
+    that does not answer) is neither counted as good nor removed as bad. If nothing would be removed even if all are
+    good, none is read.
 
     Args:
         keep: how many good checkpoints are kept, newest first; at least 1.
         trusted: the newest good checkpoint of this step or an older one is kept as well; None if none is needed.
         best: steps in the order of their validation loss, the lowest first.
         keep_best: how many good checkpoints of the steps in `best` are kept as well, in that order.
-        is_over: called before each removal. Once it returns True nothing more is removed.
+        looks: of earlier calls for this directory; None if there are none.
+        is_over: called before each file is read and before each removal. Once it returns True nothing more is removed.
+        disk: entered for each removal.
 
     Returns:
         The directories that were removed.
@@ -286,33 +303,45 @@ def prune(
         FilesError: a directory cannot be removed. The others are removed first; the error is about the first one.
     """
     assert keep >= 1, keep
-    num_good = 0
-    removed: list[Path] = []
     found = find_checkpoints(run_dir)
-    looks = _Looks()
-    precious = _first_good(found, best, keep_best, looks)
-    for path in found:
-        # Newest first. Verifying a checkpoint reads all of it, so no more are verified once enough were good.
-        wanted = num_good < keep or (trusted is not None and step_of(path) <= trusted)
-        is_good = looks.is_good(path) if wanted else False
-        if is_good:
-            num_good += 1
-            if trusted is not None and step_of(path) <= trusted:
-                trusted = None
-        elif num_good and is_good is not None and path not in precious:
-            removed.append(path)
+    if not _superfluous(found, keep, trusted, best, keep_best, _is_complete):
+        return []
+    is_good = (looks or Looks()).now(found, is_over)
+    superfluous = _superfluous(found, keep, trusted, best, keep_best, is_good)
+    removed: list[Path] = []
     errors: list[FilesError] = []
-    for number, path in enumerate(removed):
-        if is_over():
-            removed = removed[:number]
-            break
-        try:
-            _remove(path)
-        except FilesError as error:  # for example in a network file system, while another process reads from it
-            errors.append(error)
+    for path in superfluous:
+        with disk or contextlib.nullcontext():
+            if is_over():
+                break
+            try:
+                _remove(path)
+            except FilesError as error:  # for example in a network file system, while another process reads from it
+                errors.append(error)
+        removed.append(path)
     if errors:
         raise errors[0]
     return removed
+
+
+def _superfluous(
+    paths: Sequence[Path], keep: int, trusted: int | None, best: Sequence[int], keep_best: int, is_good: _IsGood
+) -> list[Path]:
+    """The checkpoints that `prune` removes, newest first; args as there, and `paths` of all of them, newest first."""
+    num_good = 0
+    found: list[Path] = []
+    precious = _first_good(paths, best, keep_best, is_good)
+    for path in paths:
+        # Newest first. Verifying a checkpoint reads all of it, so no more are verified once enough were good.
+        wanted = num_good < keep or (trusted is not None and step_of(path) <= trusted)
+        good = is_good(path, anew=not num_good) if wanted else False
+        if good:
+            num_good += 1
+            if trusted is not None and step_of(path) <= trusted:
+                trusted = None
+        elif num_good and good is not None and path not in precious:
+            found.append(path)
+    return found
 
 
 def _remove(path: Path) -> None:
@@ -362,7 +391,7 @@ def remove_superfluous(run_dir: str | Path) -> None:
                     file.unlink()
 
 
-def _first_good(paths: Sequence[Path], steps: Sequence[int], number: int, looks: _Looks) -> list[Path]:
+def _first_good(paths: Sequence[Path], steps: Sequence[int], number: int, is_good: _IsGood) -> list[Path]:
     """The first `number` good checkpoints of these steps, in this order, and before them any that cannot be read now.
 
     A checkpoint that cannot be read now may be a good one, so it is included, and not counted.
@@ -370,29 +399,82 @@ def _first_good(paths: Sequence[Path], steps: Sequence[int], number: int, looks:
     by_step = {step_of(path): path for path in paths}
     found: list[Path] = []
     for step in steps:
-        if number and step in by_step and (is_good := looks.is_good(by_step[step])) is not False:
+        if number and step in by_step and (good := is_good(by_step[step], anew=False)) is not False:
             found.append(by_step[step])
-            number -= bool(is_good)
+            number -= bool(good)
     return found
 
 
-class _Looks:
-    """Finds out whether checkpoints are good, and remembers the answers, since verifying one reads all of it."""
+class _IsGood(Protocol):
+    """True if a checkpoint is complete and matches its hashes, False if not; None if it cannot be read now.
+
+    Args:
+        anew: do not answer from what was found at an earlier time.
+    """
+
+    def __call__(self, path: Path, *, anew: bool) -> bool | None: ...
+
+
+def _is_complete(path: Path, *, anew: bool) -> bool | None:
+    """As `_IsGood`, if every checkpoint that has a manifest were good."""
+    with contextlib.suppress(UnreadableError):
+        return has_manifest(path)
+    return None
+
+
+class Looks:
+    """Finds out whether checkpoints are good. Verifying one reads all of it, so those that were good are remembered.
+
+    That counts while the checkpoint has the same files, by their inodes, sizes and times. That one is not good,
+    or cannot be read, is not remembered for longer than one `prune`.
+    """
 
     def __init__(self) -> None:
-        self._found: dict[Path, bool | None] = {}
+        self._good: dict[Path, Mapping[str, tuple[int, ...]]] = {}  # path -> its files when it was found to be good
 
-    def is_good(self, path: Path) -> bool | None:
-        """True if a checkpoint is complete and matches its hashes, False if not; None if it cannot be read now."""
-        if path not in self._found:
-            try:
-                open_checkpoint(path, verify=True)
-                self._found[path] = True
-            except UnreadableError:
-                self._found[path] = None
-            except CheckpointError:
-                self._found[path] = False
-        return self._found[path]
+    def now(self, paths: Sequence[Path], is_over: Callable[[], bool]) -> _IsGood:
+        """A function that finds it out, for one `prune`. It reads each checkpoint once at most.
+
+        Args:
+            paths: all checkpoints that there are now.
+            is_over: as for `prune`. Once it returns True it is said of all that they cannot be read.
+        """
+        self._good = {path: files for path, files in self._good.items() if path in paths}
+        found: dict[Path, bool | None] = {}
+
+        def is_good(path: Path, *, anew: bool) -> bool | None:
+            if path not in found:
+                if not anew and path in self._good and self._good[path] == _files_of(path):
+                    return True
+                found[path] = self._look(path, is_over)
+            return found[path]
+
+        return is_good
+
+    def _look(self, path: Path, is_over: Callable[[], bool]) -> bool | None:
+        self._good.pop(path, None)
+        files = _files_of(path)  # before they are read
+        try:
+            for shard in open_checkpoint(path, verify=False).shards:
+                if is_over():
+                    return None
+                shard.verify()
+            if files:
+                self._good[path] = files
+            return True
+        except UnreadableError:
+            return None
+        except CheckpointError:
+            return False
+
+
+def _files_of(path: Path) -> Mapping[str, tuple[int, ...]]:
+    """What tells the files of a checkpoint from others of these names; empty if they cannot be looked at."""
+    try:
+        about = {entry.name: entry.stat(follow_symlinks=False) for entry in os.scandir(path)}
+    except OSError:
+        return {}
+    return {name: (it.st_ino, it.st_size, it.st_mtime_ns) for name, it in about.items()}
 
 
 def _entries(run_dir: str | Path) -> list[Path]:

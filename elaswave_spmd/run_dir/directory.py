@@ -30,6 +30,7 @@ from elaswave_spmd.run_dir.atomic_write import (
     replacing,
     sync_directory,
     sync_file,
+    writing,
 )
 from elaswave_spmd.run_dir.in_place import InPlace
 from elaswave_spmd.run_dir.journal import BALLOT, Ballot
@@ -165,9 +166,15 @@ class RunDir:
         self._events.append({"event": kind, "time": round(time, 6), **fields})
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
-        """Write summary.json, whole or not at all, and flush it to the disk. From then on the run is finished."""
+        """Write summary.json, whole or not at all, and flush it to the disk. From then on the run is finished.
+
+        What it tells of is on the disk before it: the last metrics and events, which nobody computes again.
+        """
         text = json.dumps(plain(summary), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         self._in_place.check()
+        for name in (METRICS, EVENTS):
+            with writing(self.path / name):
+                sync_file(self.path / name)
         with replacing(self.path / SUMMARY, durable=True) as scratch:
             scratch.write_text(text, encoding="utf-8")
 

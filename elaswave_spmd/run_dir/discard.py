@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 import time
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
 
 from elaswave_spmd.run_dir.atomic_write import replacing, sync_directory, sync_file, writing
 from elaswave_spmd.run_dir.checkpoints import find_checkpoints, step_of
@@ -15,13 +13,8 @@ from elaswave_spmd.run_dir.directory import EVENTS, METRICS
 from elaswave_spmd.run_dir.json_lines import json_text, read_json_lines
 from elaswave_spmd.run_dir.manifest import MANIFEST
 
-_Event = TypeVar("_Event", bound=Mapping[str, Any])
-
 _WRITING_S, _PAUSE_S = 10.0, 0.05
 """For how long a folder may stay in use by workers that are being ended, and how often its removal is tried."""
-
-ROLLBACK = "rollback"
-"""The event of a run that goes back. Everything after the step in its field `step` is given up."""
 
 
 def discard_after(run_dir: Path, step: int) -> None:
@@ -66,29 +59,3 @@ def _remove_folder(path: Path) -> None:
         if not path.exists():
             return None
         time.sleep(_PAUSE_S)
-
-
-def unfinished_rollback(events: Iterable[dict[str, Any]]) -> int | None:
-    """The step to which a run was going back when its controller was killed; None if it was not.
-
-    That is the step of the last rollback if no life of the run has begun since (event `start`): a life begins only when
-    everything after the step has been discarded, so some of it may still be there.
-    """
-    step: int | None = None
-    for event in events:
-        if event["event"] == ROLLBACK:
-            step = event["step"]
-        elif event["event"] == "start":
-            step = None
-    return step
-
-
-def still_valid(events: Iterable[_Event], kind: str) -> list[_Event]:
-    """The events of one kind, in order, without those about steps that a later rollback has given up."""
-    found: list[_Event] = []
-    for event in events:
-        if event["event"] == ROLLBACK:
-            found = [known for known in found if known["step"] <= event["step"]]
-        elif event["event"] == kind:
-            found.append(event)
-    return found

@@ -103,7 +103,7 @@ def lock_run_dir(path: str | Path) -> RunLock:
         except BlockingIOError:
             pid = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
             # The file is locked before its owner writes its number into it, so the number may be missing.
-            user = f"process {pid}" if pid.isdigit() else "another process, which has not written its number yet"
+            user = _process(int(pid)) if pid.isdigit() else "another process, which has not written its number yet"
             os.close(fd)
             raise ConfigError(
                 f"run.dir={path} is in use by {user}",
@@ -122,6 +122,17 @@ def _refuse_link(file: Path) -> None:
     with _refusing_others(file):
         if os.path.islink(file):
             raise OSError(errno.ELOOP, A_LINK, str(file))
+
+
+def _process(pid: int) -> str:
+    """The process that has written its number, in words. The lock may be held on another machine."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return f"process {pid} on the machine that has locked it"
+    except OSError:
+        pass  # a process of another user
+    return f"process {pid}"
 
 
 @contextlib.contextmanager

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -46,13 +47,25 @@ def save_weights(path: Path, weights: Mapping[str, np.ndarray]) -> None:
         TypeError: an array is not float32.
         OSError: the file cannot be written.
     """
-    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     # Row-major copies: safetensors writes an array's memory as it is, and ignores its strides.
     arrays = {name: _little_endian(name, weights[name]) for name in sorted(weights)}
-    try:
+    with saving():
         save_file(arrays, str(path))
+
+
+@contextlib.contextmanager
+def saving() -> Iterator[None]:
+    """Context for a block that writes by the safetensors library.
+
+    Raises:
+        OSError: in place of a SafetensorError in the block.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
     except SafetensorError as error:
         # The library reports a full disk as a text that contains the system's error number.
         number = re.search(r"(?:os error|code:) (\d+)", str(error))

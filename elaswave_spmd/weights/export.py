@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,9 @@ from torch import Tensor
 
 from elaswave_spmd.data.spec import BYTES
 from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.run_dir.atomic_write import sync_directory, sync_file
+from elaswave_spmd.run_dir.lock import take_flock
+from elaswave_spmd.run_dir.weights import saving
 from elaswave_spmd.weights.byte_tokenizer import byte_tokenizer
 from elaswave_spmd.weights.families import CONFIG_JSON, FAMILIES, Family, Stored, family_of_target, stored_name
 from elaswave_spmd.weights.given import owned_parameters
@@ -52,7 +56,8 @@ class _File:
 def export_model(trained: TrainedModel, folder: Path, *, max_file_bytes: int = MAX_FILE_BYTES) -> list[str]:
     """Write a trained model in the format that transformers loads.
 
-    The files are written into a scratch folder, which is then renamed. So the folder is complete, or does not exist.
+    The files are written into a scratch folder, which is then renamed. So the folder is complete, or does not exist,
+    also after a crash of the machine. The next export to this folder removes what one that was killed has left.
 
     Args:
         folder: a new directory, or an empty one; it may begin with `~`.
@@ -79,13 +84,14 @@ def export_model(trained: TrainedModel, folder: Path, *, max_file_bytes: int = M
     tokenizer = tokenizer_file(trained)  # before anything is written
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        try:
+        with _scratch_of(folder) as scratch:
             _write(trained, family, scratch, tokenizer, max_file_bytes)
+            for file in scratch.iterdir():
+                sync_file(file)
             scratch.chmod(0o755)
+            sync_directory(scratch)
             scratch.replace(folder)  # also replaces an empty directory
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+            sync_directory(folder.parent)
     except OSError as error:
         raise _unwritable(folder, error) from error
     return sorted(file.name for file in folder.iterdir())
@@ -97,6 +103,56 @@ def _is_taken(folder: Path) -> bool:
         return os.path.lexists(folder) and not (os.path.isdir(folder) and not os.listdir(folder))
     except OSError as error:
         raise _unwritable(folder, error) from error
+
+
+@contextlib.contextmanager
+def _scratch_of(folder: Path) -> Iterator[Path]:
+    """Context in which an empty directory beside `folder` belongs to this process. Removes it, unless it is renamed.
+
+    Its name is always the same, so that the next export finds what a killed one has left. Its lock, which ends with its
+    process, keeps two exports apart. Where there are no such locks nothing does.
+
+    Raises:
+        ConfigError: another export writes to the folder now.
+        OSError: it cannot be made.
+    """
+    path = folder.with_name(f".{folder.name}.exported")
+    while True:
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if os.fstat(fd).st_uid != os.geteuid():
+                raise OSError(errno.EEXIST, f"{path} is of another user")
+            with contextlib.suppress(ConfigError):  # a file system without locks
+                take_flock(fd, path)
+            if not _is_at(path, fd):
+                continue  # the export that had it has just ended
+            for left in path.iterdir():
+                left.unlink()
+            try:
+                yield path
+            finally:
+                if _is_at(path, fd):
+                    shutil.rmtree(path, ignore_errors=True)
+            return
+        except BlockingIOError:
+            raise ConfigError(
+                f"another export writes to {folder} now",
+                rule="a model is written into a directory by one export at a time",
+                where=str(folder),
+                fix="wait until it has ended, or another DIR",
+            ) from None
+        finally:
+            os.close(fd)
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    """True if the open directory is still at this path."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(fd))
+    except OSError:
+        return False
 
 
 def _unwritable(folder: Path, error: OSError) -> ConfigError:
@@ -183,7 +239,8 @@ def _write_tensors(trained: TrainedModel, family: Family, folder: Path, max_file
     files = list(_files(sizes, max_file_bytes))
     for file in files:
         tensors = {stored[name].name: as_stored(trained.source, name, stored[name]) for name in file.parameters}
-        save_file(tensors, folder / file.name, metadata={"format": "pt"})
+        with saving():
+            save_file(tensors, folder / file.name, metadata={"format": "pt"})
     if len(files) > 1:
         weight_map = {stored[name].name: file.name for file in files for name in file.parameters}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}

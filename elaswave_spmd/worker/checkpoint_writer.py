@@ -25,7 +25,7 @@ from elaswave_spmd.errors import CheckpointError, RunError, UserError
 from elaswave_spmd.recovery.messages import Applied, ShardWritten
 from elaswave_spmd.regular_files import read_regular
 from elaswave_spmd.run_dir.atomic_write import replacing
-from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path, shard_name, write_shard
+from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path, make_checkpoint_folder, shard_name, write_shard
 from elaswave_spmd.run_dir.checkpoint_writers import assign_writers
 from elaswave_spmd.run_dir.in_place import InPlace
 from elaswave_spmd.run_dir.journal import Ballot
@@ -182,19 +182,36 @@ class CheckpointWriter:
             self._changed.wait_for(lambda: self._being_written != step)
         if not step or self._is_complete(directory):
             return ""  # initial values can be drawn again; or the controller had completed this checkpoint
-        began, wrote = time.monotonic(), None
+        began, wrote, unsaid = time.monotonic(), None, ""
         if arrays := self._copy(replica, step):
+            unsaid = self._report_to(directory)
             wrote = self._write(_Copied(step, epoch, arrays, 0.0))
         if wrote is None or not wrote.error:
             ended = time.monotonic()  # others take about as long
             lacking = self._writers_that_lack(replica, directory, ended + max(_OTHERS_S, ended - began))
             if arrays := self._copy(replica, step, lacking):
+                unsaid = unsaid if wrote is not None else self._report_to(directory)
                 wrote = self._write(_Copied(step, epoch, arrays, 0.0), for_others=True)
         if wrote is None:
             return ""
-        _save_reports(directory, self._rank, self._reports)
-        if wrote.error:
-            return f"its state after step {step} could not be written to {directory}: {wrote.error}"
+        if why := wrote.error or unsaid:
+            return f"its state after step {step} could not be written to {directory}: {why}"
+        return ""
+
+    def _report_to(self, directory: Path) -> str:
+        """Writes the records of the last steps, without which the state is worth nothing to the next controller.
+
+        Before the state, as they may be written where it has no room any more. If they cannot be written, the state is
+        all the same: those of another worker will do.
+
+        Returns:
+            Why they could not be written; empty if they were.
+        """
+        try:
+            self._in_place.check()
+            _save_reports(directory, self._rank, self._reports)
+        except (RunError, UserError) as error:
+            return str(error)
         return ""
 
     def _is_complete(self, directory: Path) -> bool:
@@ -336,24 +353,36 @@ def remove_reports(directory: Path) -> None:
             path.unlink()
 
 
-def read_reports(directory: Path) -> dict[int, StepRecord]:
-    """Reads the records that workers wrote beside their shards (`CheckpointWriter.write_now`), by step.
+def read_reports(directory: Path) -> tuple[dict[int, StepRecord], list[str]]:
+    """Reads the records that workers wrote beside their shards (`CheckpointWriter.write_now`).
 
-    A file that cannot be read is left out: the records are for the metrics, the state does not need them.
+    Returns:
+        The records by step, without those of damaged files; and for each file that cannot be read now, why.
     """
     found: dict[int, StepRecord] = {}
+    unread: list[str] = []
     for path in sorted(directory.glob(_REPORTS)):
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            for fields in read_json(read_regular(path)):
+        try:
+            text = read_regular(path)
+        except OSError as error:
+            unread.append(f"cannot read {path.name} ({error.strerror or error})")
+            continue
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            for fields in read_json(text):
                 fields |= {name: float_of_hex(fields[name]) for name in ("loss", "grad_norm")}
                 if isinstance(weight := fields.get("weight"), str):  # earlier versions wrote it as a number
                     fields["weight"] = float_of_hex(weight)
                 found[fields["step"]] = StepRecord(**fields)
-    return found
+    return found, unread
 
 
 def _save_reports(directory: Path, rank: int, reports: Iterable[StepRecord]) -> None:
-    """Writes a worker's records. Floats are written in hexadecimal, so that they are read back bit for bit."""
+    """Writes a worker's records. Floats are written in hexadecimal, so that they are read back bit for bit.
+
+    Raises:
+        FilesError: the disk is full, or the run's directory is missing.
+    """
     rows = [{name: v.hex() if isinstance(v, float) else v for name, v in asdict(r).items()} for r in reports]
-    with contextlib.suppress(RunError), replacing(directory / f"reports_{rank}.json", durable=True) as scratch:
+    make_checkpoint_folder(directory)
+    with replacing(directory / f"reports_{rank}.json", durable=True) as scratch:
         scratch.write_text(json.dumps(rows))

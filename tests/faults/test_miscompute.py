@@ -140,6 +140,25 @@ def test_a_rollback_undoes_a_step_that_was_committed_unchecked(tmp_path: Path, u
     assert back["step"] in (0, 2), "the checkpoint of step 4 may be wrong; that of step 2 may not be whole yet"
 
 
+@pytest.mark.parametrize("action", [("rollback", "elastic.min_workers=2"), ("stop",)], ids=" ".join)
+def test_a_run_that_ends_in_place_of_going_back_goes_back_when_it_is_resumed(
+    tmp_path: Path, undisturbed: Undisturbed, action: tuple[str, ...]
+) -> None:
+    """As above, but with checkpoints of steps 1 to 4: that of step 4 is wrong, and older ones than `keep` stay."""
+    write_text(tmp_path)
+    wrong = chaos(*(f"step: {step}, kind: miscompute, rank: 1, point: forward" for step in (4, 5)))
+    checked = "verify.rate=0.15", f"verify.action={action[0]}", *action[1:], "checkpoint.every=1", "checkpoint.keep=1"
+    done = train(tmp_path, *TINY, "mesh=dp2", "sharding=zero1", *checked, wrong)
+    assert done.code == 1 and "steps 4 to 4 may be wrong" in done.err
+    assert "step_00000004" not in done.err and "resume with: " in done.err
+    (back,) = of_kind(tmp_path, "rollback")
+    assert back["step"] in (1, 2, 3) and f"step_{back['step']:08d}" in done.err
+    done = train(tmp_path, "train.resume=run", "run.display=plain", "elastic.min_workers=1")
+    assert (done.code, done.err) == (0, ""), done.err
+    assert f"the run was going back to step {back['step']} when its controller ended" in done.out
+    assert Bits.of(tmp_path / "run") == undisturbed(STEPS)
+
+
 @pytest.mark.parametrize("mesh", ["mesh=dp3", "mesh=dp2_pp2"])
 def test_checks_over_encrypted_links(tmp_path: Path, undisturbed: Undisturbed, mesh: str) -> None:
     wrong = chaos("step: 4, kind: miscompute, rank: 2, point: forward")

@@ -1,12 +1,18 @@
-"""The settings of a run that begins again as it did, since no step was committed."""
+"""A run that begins again: its settings, and what it gives up before that."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from elaswave_spmd.conf.schema import MeshSettings, Settings
-from elaswave_spmd.controller.outcomes import RestartFrom
+from elaswave_spmd.controller import startup
+from elaswave_spmd.controller.outcomes import RestartFrom, RunFinished
 from elaswave_spmd.controller.startup import beginning_again
+from elaswave_spmd.errors import ConfigError
+from elaswave_spmd.run_dir.lock import lock_run_dir
+from elaswave_spmd.runtime.processes.stop_signals import StopSignals
 
 
 def test_faults_of_the_first_step_have_happened_and_those_with_a_rate_go_on() -> None:
@@ -34,3 +40,24 @@ def test_faults_at_points_that_one_stage_never_reaches_are_left_out() -> None:
     again.check_rules()
     again = beginning_again(settings, RestartFrom(Path("run"), two, 4))
     assert [(event.step, event.point) for event in again.chaos.events] == [(9, "weights"), (9, "any")]
+
+
+def test_what_is_given_up_is_removed_under_the_lock_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two lives another command could resume the run, and remove the same at the same time."""
+    lives: list[object] = [RestartFrom(tmp_path, MeshSettings(dp=1), 4, doubted=9), RunFinished()]
+    removed: list[int] = []
+
+    def discard_after(run_dir: Path, step: int) -> None:
+        with pytest.raises(ConfigError, match="is in use by process"):
+            lock_run_dir(run_dir)
+        removed.append(step)
+
+    monkeypatch.setattr(startup, "discard_after", discard_after)
+    monkeypatch.setattr(startup._Lives, "_run_once", lambda *_, **__: lives.pop(0))
+    with StopSignals() as signals:
+        startup._Lives(Settings(), signals).run(here=False)
+        assert removed == [4] and not lives
+        lives.append(RestartFrom(tmp_path, MeshSettings(dp=1), 4, doubted=9))
+        with lock_run_dir(tmp_path), pytest.raises(ConfigError, match="is in use by process"):
+            startup._Lives(Settings(), signals).run(here=False)
+    assert removed == [4], "who has the lock does it"

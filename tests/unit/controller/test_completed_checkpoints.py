@@ -18,6 +18,7 @@ from elaswave_spmd.run_dir.checkpoint_shard import UnreadableError
 from elaswave_spmd.run_dir.checkpoints import load_newest_good, newest_complete
 from elaswave_spmd.run_dir.journal import Ballot, Journal
 from elaswave_spmd.run_dir.manifest import MANIFEST, layout_fingerprint
+from elaswave_spmd.worker import checkpoint_writer
 from elaswave_spmd.worker.checkpoint_writer import StepRecord, _save_reports
 from tests.unit.run_dir.checkpoint_cases import KINDS, flip, save, small_layout, state_of, whole, write_shards
 
@@ -117,6 +118,20 @@ def test_a_shard_that_cannot_be_read_now_is_waited_for(tmp_path: Path, unreadabl
             complete(tmp_path)
         assert isinstance(it.value, UserError) and f"remove {directory}" in it.value.fix
     unreadable.clear()
+    assert complete(tmp_path) == directory and load_newest_good(tmp_path)[0].step == STEP
+
+
+def test_records_that_cannot_be_read_now_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step has no line in the metrics without them, so the state could not be gone on from, and was removed."""
+    directory = saved_by_workers(tmp_path)
+
+    def stale(path: Path) -> str:
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_writer, "read_regular", stale)
+        with pytest.raises(UnreadableError, match=r"cannot read reports_0\.json \(Stale file handle\)"):
+            complete(tmp_path)
     assert complete(tmp_path) == directory and load_newest_good(tmp_path)[0].step == STEP
 
 

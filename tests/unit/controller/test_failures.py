@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,6 +17,7 @@ from elaswave_spmd.controller.actions import (
     Action,
     End,
     FindCheckpoint,
+    GoBack,
     Kill,
     LinkFailed,
     Record,
@@ -904,3 +907,50 @@ def test_a_standstill_that_is_not_over_after_the_last_step_ends_the_run() -> Non
     world.do(world.losses.stands_still(STANDSTILL))
     with pytest.raises(RunError, match="stands still"):
         world.do(world.losses.stands_still(STANDSTILL))
+
+
+# ---- steps that may be wrong
+
+AT_20: Any = SimpleNamespace(step=20, path=Path("run/checkpoints/step_00000020"))
+DOUBTED = GoBack("worker 1 is wrong; steps 24 to 56 may be wrong", 23, (1,))
+
+
+@pytest.mark.parametrize("why", ["elastic.min_workers is 2", "elastic.enabled=false", "SIGTERM", ""])
+def test_a_run_that_ends_in_place_of_going_back_leaves_that_to_whoever_resumes_it(why: str) -> None:
+    """What its last lines name is the checkpoint that it goes back to, and not a newer one, which may be wrong."""
+    world = World(min_workers=2 if "min_workers" in why else 1, enabled="enabled" not in why)
+    world.protocol.version, world.checkpoint = 56, AT_20
+    if why == "SIGTERM":
+        world.losses.stop_requested(why)
+    with pytest.raises(StoppedBySignal if why == "SIGTERM" else RunError) as caught:
+        world.do(world.losses.go_back(replace(DOUBTED, ends=not why)))
+    since = "; the run ends, since .*" if why else ""
+    ended = (
+        rf"steps 24 to 56 may be wrong{since}{why}.*; a run that is resumed goes back to run/checkpoints/step_00000020"
+    )
+    assert re.search(f"{ended}$", str(caught.value))
+    assert FindCheckpoint(23) in world.actions
+    (back,) = world.records("rollback")
+    assert (back["step"], back["given_up"], back["ranks"]) == (20, 56, [1])
+    assert [type(action) for action in world.actions[-2:]] == [Record, End]
+
+
+def test_without_a_checkpoint_that_is_right_a_run_is_not_resumed_but_where_it_was_left_to_its_user() -> None:
+    world = World(min_workers=2)
+    world.protocol.version = 56
+    with pytest.raises(RunError, match=r"elastic\.min_workers is 2$"):
+        world.do(world.losses.go_back(DOUBTED))
+    assert [back["step"] for back in world.records("rollback")] == [0]
+    world = World()
+    world.protocol.version = 56
+    with pytest.raises(RunError, match=r"may be wrong; there is no checkpoint of step 23 or before$"):
+        world.do(world.losses.go_back(replace(DOUBTED, ends=True)))
+    assert not world.records("rollback")
+
+
+def test_where_nothing_that_is_committed_is_in_doubt_nothing_is_given_up() -> None:
+    world = World(enabled=False)
+    world.protocol.version, world.checkpoint = 56, AT_20
+    with pytest.raises(RunError, match=r"elastic\.enabled=false it does not begin again$"):
+        world.do(world.losses.go_back(GoBack("workers [0, 1] differ", 56, is_undecided=True)))
+    assert not world.records("rollback")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,8 +17,11 @@ from elaswave_spmd.controller import io as module
 from elaswave_spmd.controller.checkpoints import CheckpointSpec
 from elaswave_spmd.controller.events import (
     BeatsReceived,
+    CheckpointFound,
     ExitsReported,
     LinkEnded,
+    ManifestWritten,
+    OldRemoved,
     Received,
     StopRequested,
     Tick,
@@ -219,42 +222,89 @@ def test_links_of_several_machines_do_not_listen_where_no_other_machine_reaches(
     assert caught.value.where == "runtime.host=127.0.0.1"
 
 
-def test_the_end_of_a_run_waits_for_old_checkpoints_no_longer_than_it_may(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A disk that does not answer keeps no controller from ending, and what is left of the removal stays undone."""
-    reads, goes_on, over = threading.Event(), threading.Event(), list[bool]()
+class _Reads:
+    """In place of `prune`: it reads checkpoints until it may go on, and then notes whether it may remove any."""
 
-    def prune(*_: object, is_over: Callable[[], bool]) -> None:
-        reads.set()
-        assert goes_on.wait(PATIENCE_S)
-        over.append(is_over())
+    def __init__(self) -> None:
+        self.begun, self.goes_on, self.over = list[int](), threading.Event(), list[bool]()
 
-    monkeypatch.setattr(module, "prune", prune)
+    def __call__(self, run_dir: Path, keep: int, trusted: int, *_: object, is_over: Callable[[], bool], **__: object):
+        self.begun.append(trusted)
+        assert self.goes_on.wait(PATIENCE_S)
+        self.over.append(is_over())
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Reads]:
+    found = _Reads()
+    monkeypatch.setattr(module, "prune", found)
     monkeypatch.setattr(module, "write_manifest", lambda *_: None)
+    yield found
+    found.goes_on.set()
+
+
+def writer_in(run_dir: Path, patience_s: float = PATIENCE_S) -> _ManifestWriter:
     for name in (METRICS, EVENTS):
-        (tmp_path / name).touch()
+        (run_dir / name).touch()
     spec = cast(CheckpointSpec, SimpleNamespace(incarnation=1, run="r", fingerprint={}, layout={}, kinds=(), step=0))
-    writer = _ManifestWriter(tmp_path, CheckpointSettings(), spec, Mailbox(), None, {}, None, 0.05)
-    writer.write(cast(Manifest, SimpleNamespace(step=3)), None, ())
-    assert reads.wait(PATIENCE_S)
+    return _ManifestWriter(run_dir, CheckpointSettings(), spec, Mailbox(), None, {}, None, patience_s)
+
+
+def written(writer: _ManifestWriter, step: int) -> None:
+    writer.write(cast(Manifest, SimpleNamespace(step=step)), step, ())  # trusted as well, to tell removals apart
+
+
+def test_the_end_of_a_run_waits_for_old_checkpoints_no_longer_than_it_may(tmp_path: Path, reads: _Reads) -> None:
+    """A disk that does not answer keeps no controller from ending, and what is left of the removal stays undone."""
+    writer = writer_in(tmp_path, 0.05)
+    written(writer, 3)
+    eventually(lambda: reads.begun == [3])
     closing = threading.Thread(target=writer.close, daemon=True)
     closing.start()
     closing.join(PATIENCE_S / 4)
     assert not closing.is_alive()
-    goes_on.set()
-    eventually(lambda: over == [True])
+    reads.goes_on.set()
+    eventually(lambda: reads.over == [True])
+
+
+def test_no_manifest_and_no_result_waits_for_old_checkpoints_to_be_read(tmp_path: Path, reads: _Reads) -> None:
+    """They take longer to read than there is between two checkpoints: it is done for the newest of them only."""
+    writer = writer_in(tmp_path)
+    written(writer, 3)
+    eventually(lambda: reads.begun == [3])
+    for step in (4, 5, 6):
+        written(writer, step)
+    assert [(type(it), it.manifest.step) for it in writer.finish() if isinstance(it, ManifestWritten)] == [
+        (ManifestWritten, step) for step in (3, 4, 5, 6)
+    ]
+    reads.goes_on.set()
+    writer.close()
+    assert reads.begun == [3, 6] and reads.over == [False, False]
+    assert writer.finish() == [OldRemoved(3), OldRemoved(6)]
+
+
+def test_who_looks_for_a_checkpoint_has_none_removed_meanwhile(
+    tmp_path: Path, reads: _Reads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = ProcessIO.__new__(ProcessIO)
+    found._run_dir, found._ready, found._writer = tmp_path, deque(), writer_in(tmp_path)
+    written(found._writer, 3)
+    eventually(lambda: reads.begun == [3])
+    written(found._writer, 4)
+    monkeypatch.setattr(module, "newest_checkpoint", lambda *_: None)
+    found.find_checkpoint(None)
+    assert [type(event) for event in found._ready] == [ManifestWritten, ManifestWritten, CheckpointFound]
+    reads.goes_on.set()
+    found._writer.close()
+    assert reads.begun == [3] and reads.over == [True]
 
 
 def test_shards_that_are_useless_are_removed_and_nothing_else(tmp_path: Path) -> None:
-    for name in (METRICS, EVENTS):
-        (tmp_path / name).touch()
     directory = checkpoint_path(tmp_path, 5)
     directory.mkdir(parents=True)
     for rank in range(3):
         (directory / f"shard_{rank}").touch()
-    spec = cast(CheckpointSpec, SimpleNamespace(incarnation=1, run="r", fingerprint={}, layout={}, kinds=(), step=0))
-    writer = _ManifestWriter(tmp_path, CheckpointSettings(), spec, Mailbox(), None, {}, None, PATIENCE_S)
+    writer = writer_in(tmp_path)
     writer.remove(5, ("shard_0", "is not there", "shard_2"))
     writer.remove(6, ("its directory is not there",))
     assert writer.finish() == [] and [file.name for file in directory.iterdir()] == ["shard_1"]

@@ -16,7 +16,7 @@ from elaswave_spmd.data import PreparedData
 from elaswave_spmd.recovery.actions import Committed
 from elaswave_spmd.recovery.messages import Applied
 from elaswave_spmd.run_dir import MetricsLine
-from elaswave_spmd.run_dir.discard import ROLLBACK
+from elaswave_spmd.run_dir.rollback import ROLLBACK
 from elaswave_spmd.worker.plan_run import plan_run
 
 SMALL = ("model=mlp_tiny", "train.seq_len=8", "model.layers=2", "model.d_model=8", "page.size=64")

@@ -43,6 +43,18 @@ def test_where_nobody_can_tell_the_run_goes_back_once(action: str) -> None:
     assert str(found.outcome.error) == "workers [0, 1] differ, for the second time"
 
 
+def test_a_run_that_stops_says_which_steps_may_be_wrong_and_from_where_it_goes_on() -> None:
+    (found,) = verdicts("stop").stopped("worker 1 computed wrongly", 8, [])
+    assert isinstance(found, End)
+    (found,) = verdicts("stop").stopped("worker 1 computed wrongly", 4, [5, 8])
+    what = "the run stops (verify.action=stop): worker 1 computed wrongly; steps 5 to 8 may be wrong"
+    assert found == GoBack(what, 4, ends=True)
+    (found,) = verdicts("stop").undecided("workers [0, 1] differ", -1, [2])
+    assert found == GoBack("workers [0, 1] differ", -1, (2,), is_undecided=True, ends=True), (
+        "a committed step is doubted"
+    )
+
+
 def test_a_rollback_without_checkpoints_is_refused() -> None:
     with pytest.raises(ConfigError, match="rollback is given without checkpoints"):
         Settings(verify=VerifySettings(action="rollback"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -17,9 +18,10 @@ from elaswave_spmd.controller.io import newest_checkpoint
 from elaswave_spmd.errors import CheckpointError, FilesError, UserError
 from elaswave_spmd.regular_files import regular_fd
 from elaswave_spmd.run_dir import checkpoint_shard
-from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path, find_shards
+from elaswave_spmd.run_dir.checkpoint_shard import Shard, checkpoint_path, find_shards
 from elaswave_spmd.run_dir.checkpoints import (
     Checkpoint,
+    Looks,
     find_checkpoints,
     load_newest_good,
     newest_complete,
@@ -31,6 +33,7 @@ from elaswave_spmd.run_dir.checkpoints import (
     unfinished_shards,
     write_manifest,
 )
+from elaswave_spmd.run_dir.directory import EVENTS
 from elaswave_spmd.run_dir.journal import Ballot
 from elaswave_spmd.run_dir.manifest import MANIFEST
 from elaswave_spmd.sharding.layout import ModelLayout
@@ -276,11 +279,31 @@ def test_what_writers_that_were_ended_have_left_beside_a_checkpoint_is_removed(t
     assert {path.name for path in unfinished.iterdir()} == left, "the next controller may complete it"
 
 
+def test_what_the_run_has_given_up_is_not_loaded_before_it_is_removed(tmp_path: Path) -> None:
+    """Its controller was killed between the event and the removal: export, generate and others find what is right."""
+    for step in (10, 20, 50):
+        save(tmp_path, step)
+    events = [{"event": "start", "time": 1.0}, {"event": "rollback", "time": 2.0, "step": 20}]
+    (tmp_path / EVENTS).write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    checkpoint, bad = load_newest_good(tmp_path)
+    assert checkpoint.step == 20 and [(path.name, "going back to step 20" in why) for path, why in bad] == [
+        ("step_00000050", True)
+    ]
+    assert load_newest_good(tmp_path, 10)[0].step == 10
+    with open(tmp_path / EVENTS, "a") as file:  # the next life has removed it, and has come to the same step again
+        file.write(json.dumps({"event": "start", "time": 3.0}) + "\n")
+    assert load_newest_good(tmp_path)[0].step == 50
+
+
 # ---- prune
 
 
 def _names(paths: list[Path]) -> list[int]:
     return [int(path.name.removeprefix("step_")) for path in paths]
+
+
+def _paths(run_dir: Path, *steps: int) -> list[Path]:
+    return [checkpoint_path(run_dir, step) for step in steps]
 
 
 def test_prune_keeps_the_newest_good_ones(tmp_path: Path) -> None:
@@ -337,9 +360,52 @@ def test_prune_keeps_what_cannot_be_read_now_and_counts_it_as_none(
 def test_prune_removes_no_more_once_it_is_over(tmp_path: Path) -> None:
     for step in range(1, 6):
         save(tmp_path, step)
-    answers = iter([False, True])
-    assert _names(prune(tmp_path, 1, is_over=lambda: next(answers))) == [4]
+    assert prune(tmp_path, 1, is_over=lambda: True) == []
+    gone = checkpoint_path(tmp_path, 4)
+    assert _names(prune(tmp_path, 1, is_over=lambda: not gone.exists())) == [4]
     assert _names(find_checkpoints(tmp_path)) == [5, 3, 2, 1]
+
+
+@pytest.fixture
+def verified(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps of the checkpoints whose shards are read as a whole, in order."""
+    found: list[int] = []
+    verify = Shard.verify
+
+    def verifying(shard: Shard) -> None:
+        if (step := shard.info.step) not in found[-1:]:
+            found.append(step)
+        verify(shard)
+
+    monkeypatch.setattr(Shard, "verify", verifying)
+    return found
+
+
+def test_prune_reads_nothing_where_nothing_would_be_removed(tmp_path: Path, verified: list[int]) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    assert prune(tmp_path, 3) == prune(tmp_path, 2, trusted=1) == prune(tmp_path, 1, None, (1, 2), 2) == []
+    assert prune(tmp_path, 1, trusted=2, best=(1,), keep_best=1) == [] and not verified
+
+
+def test_prune_reads_again_only_the_newest_good_one_and_those_with_other_files(
+    tmp_path: Path, verified: list[int]
+) -> None:
+    looks = Looks()
+    for step in range(1, 5):
+        save(tmp_path, step)
+    assert _names(prune(tmp_path, 3, looks=looks)) == [1] and verified == [4, 3, 2]
+    save(tmp_path, 5)
+    assert _names(prune(tmp_path, 3, looks=looks)) == [2] and verified == [4, 3, 2, 5]
+    save(tmp_path, 6)
+    _flip_shard(checkpoint_path(tmp_path, 5))
+    assert _names(prune(tmp_path, 3, looks=looks)) == [5], "nothing that is good is removed for one that is not"
+    assert verified == [4, 3, 2, 5, 6, 5]
+    _flip_shard(checkpoint_path(tmp_path, 6))
+    save(tmp_path, 7)
+    _flip_shard(checkpoint_path(tmp_path, 7))
+    assert prune(tmp_path, 1, looks=looks) == _paths(tmp_path, 3) and verified[6:] == [7, 6, 4]
+    assert _names(find_checkpoints(tmp_path)) == [7, 6, 4]
 
 
 def test_prune_removes_nothing_without_a_good_checkpoint(tmp_path: Path) -> None:

@@ -96,6 +96,15 @@ def test_a_second_lock_in_one_process_is_refused_and_leaves_the_first(tmp_path: 
         pass
 
 
+def test_the_number_of_a_process_that_is_not_here_is_that_of_another_machine(tmp_path: Path) -> None:
+    """As on a file system of several machines: it must not be looked for, or ended, on this one."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait(PATIENCE_S)
+    with lock_run_dir(tmp_path):
+        (tmp_path / LOCK).write_text(f"{ended.pid}\n")
+        assert _try(tmp_path) == f"process {ended.pid} on the machine that has locked it"
+
+
 @pytest.mark.parametrize("program", [_HOLD, _HOLD_AND_FORK], ids=["another program", "forked by code of the user"])
 def test_the_lock_of_a_killed_process_is_free_though_its_child_lives(tmp_path: Path, program: str) -> None:
     with _held(tmp_path, program) as holder:

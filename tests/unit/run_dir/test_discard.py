@@ -15,7 +15,8 @@ import pytest
 from elaswave_spmd.errors import FilesError
 from elaswave_spmd.run_dir import discard
 from elaswave_spmd.run_dir.checkpoint_shard import checkpoint_path
-from elaswave_spmd.run_dir.discard import discard_after, still_valid, unfinished_rollback
+from elaswave_spmd.run_dir.discard import discard_after
+from elaswave_spmd.run_dir.rollback import still_valid, unfinished_rollback
 from tests.waiting import PATIENCE_S
 
 

@@ -197,6 +197,23 @@ def test_a_failed_creation_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert _tree(tmp_path) == []
 
 
+def test_lines_and_events_are_on_the_disk_before_the_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a summary a run has finished: nobody would compute its last steps again after a crash of the machine."""
+    run_dir, order = _create(tmp_path / "run"), list[str]()
+    run_dir.write_metrics(_line(7))
+    fsync = os.fsync
+
+    def sync(fd: int) -> None:
+        order.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        assert [line.step for line in read_metrics(run_dir.path)] == [7]
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    run_dir.write_summary({})
+    run_dir.close()
+    assert order == ["metrics.jsonl", "events.jsonl", ".summary.json.tmp", "run"]
+
+
 def test_discard_removes_what_was_made_and_no_more(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     run_dir = _create(tmp_path / "runs" / "deep" / "run")

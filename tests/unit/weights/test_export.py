@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,14 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from elaswave_spmd.conf.schema import ModelSettings
-from elaswave_spmd.errors import UserError
+from elaswave_spmd.errors import ConfigError, UserError
 from elaswave_spmd.weights.byte_tokenizer import byte_tokenizer
 from elaswave_spmd.weights.export import export_model
 from elaswave_spmd.weights.export_command import main
 from elaswave_spmd.weights.given import check_weights, open_weights, owned_parameters
 from elaswave_spmd.weights.sources import whole
 from elaswave_spmd.weights.trained import open_trained
+from tests.full_disk import room_for
 from tests.published_models import MODELS, TOKENS, recorded_logits, tokens
 
 ARGUMENTS = ("kv_heads", "hidden", "theta", "norm_eps", "tied", "rope_scaling", "mlp_ratio", "positions")
@@ -140,6 +143,42 @@ def test_the_command_and_its_refusals(tmp_path: Path, capsys: pytest.CaptureFixt
     with pytest.raises(UserError, match="cannot read"):
         main([str(tmp_path), "--to", "hf", str(tmp_path / "other")], "program")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out", "published", "run"], "nothing else is left"
+
+
+def test_a_full_disk_is_an_error_in_words_and_leaves_nothing(tmp_path: Path) -> None:
+    """The safetensors library has an error of its own for it."""
+    trained = open_trained(str(run_of("llama3", tmp_path)))
+    with room_for(3000), pytest.raises(ConfigError, match=r"out cannot be written \(File too large\)"):
+        export_model(trained, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["published", "run"]
+
+
+def test_an_export_is_on_the_disk_before_its_name_and_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, order, fsync = open_trained(str(run_of("llama3", tmp_path))), list[str](), os.fsync
+
+    def sync(fd: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        assert (tmp_path / "out").exists() == (path == tmp_path), "the directory's name comes last"
+        order.append(path.name)
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    files = export_model(trained, tmp_path / "out")
+    assert sorted(order[:-2]) == files and order[-2:] == [".out.exported", tmp_path.name]
+
+
+def test_what_a_killed_export_has_left_is_removed_but_not_that_of_one_that_writes(tmp_path: Path) -> None:
+    trained, left = open_trained(str(run_of("llama3", tmp_path))), tmp_path / ".out.exported"
+    left.mkdir()
+    (left / "model-00009-of-00010.safetensors").write_bytes(b"half")
+    fd = os.open(left, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    with pytest.raises(ConfigError, match=r"another export writes to .*out now"):
+        export_model(trained, tmp_path / "out")
+    assert list(left.iterdir())
+    os.close(fd)
+    assert export_model(trained, tmp_path / "out") == sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert not left.exists() and not (tmp_path / "out" / "model-00009-of-00010.safetensors").exists()
 
 
 def test_a_run_whose_settings_make_another_model_is_refused(tmp_path: Path) -> None:

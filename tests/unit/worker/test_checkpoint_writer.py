@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from elaswave_spmd.errors import FilesError
 from elaswave_spmd.recovery.messages import Applied, ShardWritten
 from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, checkpoint_path
 from elaswave_spmd.run_dir.journal import Ballot
@@ -107,13 +108,35 @@ def test_the_state_of_an_orphan_is_written_before_the_copies_that_wait(disk: Slo
         def at_end(self, replica: StateReplica) -> None:
             assert self.writer.write_now(replica) == ""
             assert written(tmp_path) == [5] and self.disk.steps == [1, 5]
-            assert sorted(read_reports(checkpoint_path(tmp_path, 5))) == [1, 2, 3, 4, 5]
+            assert sorted(read_reports(checkpoint_path(tmp_path, 5))[0]) == [1, 2, 3, 4, 5]
             self.disk.goes_on.set()
 
     reports = driven(Orphaned, disk, tmp_path)
     assert disk.steps == [1, 5, 2, 3] and written(tmp_path) == [1, 2, 3, 5]
     skipped = [report.step for report in reports if report.error]
     assert skipped == [4, 5], "of those that were due while two waited"
+
+
+def test_records_that_cannot_be_written_are_told_of_and_the_state_is_written_all_the_same(
+    disk: SlowDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of another worker will do; without any the next controller can make no checkpoint of the state."""
+    steps: list[int] = []
+
+    class Orphaned(Driven):
+        def at_end(self, replica: StateReplica) -> None:
+            why = self.writer.write_now(replica)
+            assert "its state after step 5 could not be written" in why and "No space left on device" in why
+            self.disk.goes_on.set()
+
+    def full(directory: Path, *_: object) -> None:
+        steps.extend(disk.steps[1:])  # that of step 1 is being written
+        raise FilesError(directory / "reports_0.json", OSError(28, "No space left on device"))
+
+    monkeypatch.setattr(checkpoint_writer, "_save_reports", full)
+    driven(Orphaned, disk, tmp_path)
+    assert not steps, "before the state, which may take the last room of the disk"
+    assert 5 in written(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +154,7 @@ def test_a_checkpoint_of_an_earlier_life_is_written_anew(
 
     before, _ = save(tmp_path, 5, Ballot(incarnation, 3))
     driven(Orphaned, disk, tmp_path, before if begun_with else None)
-    assert (5 in disk.steps) == is_written == bool(read_reports(before))
+    assert (5 in disk.steps) == is_written == bool(read_reports(before)[0])
 
 
 def test_records_of_steps_are_read_back_bit_for_bit(tmp_path: Path) -> None:
@@ -142,9 +165,9 @@ def test_records_of_steps_are_read_back_bit_for_bit(tmp_path: Path) -> None:
         StepRecord(3, 3, 1.5, 0.5, 2),
     ]
     _save_reports(tmp_path, 0, records)
-    assert list(read_reports(tmp_path).values()) == records
+    assert list(read_reports(tmp_path)[0].values()) == records
     _save_reports(tmp_path, 0, [StepRecord(4, 3, math.nan, math.nan, 2, math.nan)])
-    (read,) = read_reports(tmp_path).values()
+    (read,) = read_reports(tmp_path)[0].values()
     assert all(value is not None and math.isnan(value) for value in (read.loss, read.grad_norm, read.weight))
 
 
@@ -153,7 +176,7 @@ def test_records_of_earlier_versions_are_read(tmp_path: Path, weight: dict[str, 
     """They wrote the weight as a number, and before that there was none."""
     rows = [{"step": 7, "epoch": 3, "loss": "0x1.8p+0", "grad_norm": "0x1p-1", "workers": 2, **weight}]
     (tmp_path / "reports_0.json").write_text(json.dumps(rows))
-    assert read_reports(tmp_path) == {7: StepRecord(7, 3, 1.5, 0.5, 2, weight.get("weight"))}
+    assert read_reports(tmp_path)[0] == {7: StepRecord(7, 3, 1.5, 0.5, 2, weight.get("weight"))}
 
 
 def test_the_state_of_a_run_that_stops_is_written_before_the_copies_that_wait(disk: SlowDisk, tmp_path: Path) -> None:
