@@ -598,8 +598,11 @@ class FailureHandler:
             return [End(RunStopped(self._error(text)))]
         if checkpoint is not None:
             text += f"; a run that is resumed goes back to {checkpoint.path}"
-        elif action.ends:
-            return [End(RunStopped(self._error(f"{text}; {self._no_checkpoint(action)}")))]
+        else:
+            text += f"; {self._no_checkpoint(action)}"
+            if action.ends:
+                return [End(RunStopped(self._error(text)))]
+            text += ", so it is not resumed: begin it again with another run.dir"
         step = 0 if checkpoint is None else checkpoint.step
         fields = {
             "step": step,
@@ -607,7 +610,9 @@ class FailureHandler:
             "ranks": list(action.without),
             "reason": action.reason,
             "message": f"whoever resumes the run goes back to step {step}, and gives up what was committed after it, "
-            f"up to step {version}",
+            f"up to step {version}"
+            if checkpoint is not None
+            else f"all {version} steps are given up, as no checkpoint is from before what may be wrong",
         }
         return [Record(ROLLBACK, fields), End(RunStopped(self._error(text)))]
 

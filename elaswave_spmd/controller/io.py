@@ -887,8 +887,9 @@ class _ManifestWriter:
 class _OldRemover:
     """A thread that removes old checkpoints after a new one is complete.
 
-    No manifest waits for it: before it removes any it reads those that are kept as a whole, which may take longer than
-    it takes until the next one is complete. Of several that are complete meanwhile only the last one counts.
+    No manifest waits for checkpoints to be read, but for one removal at most. Before it removes any it reads those that
+    are kept as a whole, which may take longer than it takes until the next one is complete. Of several that are
+    complete meanwhile only the last one counts.
 
     Args:
         disk: held during each removal.
@@ -933,7 +934,7 @@ class _OldRemover:
         """Wait for the thread, until this time by `time.monotonic` at most; then it removes nothing more."""
         self._end()
         if self._thread is not None:
-            self._thread.join(max(0.0, until - time.monotonic()))
+            self._thread.join(min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX))
         self._is_over = True
 
     def _end(self) -> None:

@@ -61,6 +61,7 @@ class MeasuredCosts:
         self._lasting = LastingCosts(settings.lasting, base)
         self._idle: dict[int, int] = {}  # rank of a slow member -> steps in a row of which it has measured nothing
         self._waits: dict[int, int] = {}  # rank of a member that was tried again -> steps until it is the next time
+        self._trials: dict[int, int] = {}  # rank of a member that is being tried -> steps that it has measured since
         # When the last steps were committed, whose times the medians are of. Of the last one no times have come yet.
         self._committed_s: deque[float] = deque(maxlen=settings.window + 2)
 
@@ -76,8 +77,9 @@ class MeasuredCosts:
 
     @property
     def tried(self) -> Collection[int]:
-        """The members whose speed was forgotten, as they were slow and had no micro-batch for long."""
-        return self._waits.keys()
+        """The members whose speed was forgotten, as they were slow and had no micro-batch for long, until it is known
+        whether they are slow still."""
+        return self._trials.keys()
 
     @property
     def costs(self) -> CostModel:
@@ -134,7 +136,8 @@ class MeasuredCosts:
         """Forget the speed of workers that were parked for being slow a long time ago, so that a plan tries them.
 
         What has no micro-batch measures nothing, and would count as slow for the rest of the run. If it is slow still,
-        it is parked again, and its next trial comes after twice as many steps.
+        it is parked again, and its next trial comes after twice as many steps. If it has worked for as long as the
+        first wait, it is a worker like all others.
 
         Args:
             members: the members.
@@ -143,16 +146,21 @@ class MeasuredCosts:
         speeds = {**dict(self._base.speeds), **self._profile.reported}
         idle = [rank for rank, speed in speeds.items() if speed < 1.0 and rank in members and rank not in measured]
         self._idle = {rank: self._idle.get(rank, 0) + 1 for rank in idle}
+        trials = {rank: steps + (rank in measured) for rank, steps in self._trials.items()}
+        self._trials = {rank: steps for rank, steps in trials.items() if rank not in idle and steps < _TRIED_AFTER}
+        for rank in trials.keys() - self._trials.keys() - set(idle):
+            del self._waits[rank]
         for rank, steps in self._idle.items():
             wait = self._waits.get(rank, _TRIED_AFTER)
             if steps >= wait:
-                self._waits[rank] = 2 * wait
+                self._waits[rank], self._trials[rank] = 2 * wait, 0
                 self._profile, self._base = self._profile.forget({rank}), self._base.without({rank})
 
     def members_changed(self, members: Collection[int]) -> None:
         """Members have come or gone."""
         self._links = {rank: link for rank, link in self._links.items() if rank in members}
         self._waits = {rank: steps for rank, steps in self._waits.items() if rank in members}
+        self._trials = {rank: steps for rank, steps in self._trials.items() if rank in members}
 
     def assign(
         self, old: Placement, stages: Stages, num_microbatches: int, *, split: SplitBackward | None = None

@@ -80,6 +80,7 @@ _MOST_SHIFTS = 16  # rounds of `with_shifted_cuts`, each of which shifts cuts by
 # The size of a mesh, in workers, up to which some searches are affordable.
 _SEARCHED_WORKERS = 64  # "small meshes": cuts are shifted by a layer, and workers are parked or left out
 _FEW_WORKERS = 16  # if at most this many are left without the slowest worker, a second one is left out as well
+_DO_NOT_FIT = "the layers where they are do not fit in memory any more"
 _TIMED_WORKERS = 256  # even groupings into all numbers of stages are timed
 
 # Limits of the search among groupings of the workers into other stages.
@@ -281,9 +282,17 @@ def plan_change(
     later, why = None, "layers stay (schedule.layers=false)"
     if not settings.keeps_layers:
         later, why = planner.later(grouping, at_once)
-    least = now.time.seconds * (1 - settings.min_gain)
-    if settings.min_gain and later is not None and not why_anew and later.time.seconds > least:
-        gain = 1 - later.time.seconds / now.time.seconds
+    before = planner.before(running)
+    # Where a run would not even move micro-batches for so little, both gains together count.
+    share = 1 - settings.min_gain
+    start = now.time if present != old.stages or now.time.seconds <= before.seconds * share else before
+    if (
+        settings.min_gain
+        and later is not None
+        and why_anew != _DO_NOT_FIT
+        and later.time.seconds > start.seconds * share
+    ):
+        gain = 1 - later.time.seconds / start.seconds
         too_little = f"less than {settings.min_gain:.1%} with schedule.min_gain"
         later, why = None, f"layers stay: to move them would gain {gain:.1%} of a step, {too_little}"
     reasons = [_reason_for_now(now, why_anew, "by speed" if settings.follows_speeds else "evenly"), why]
@@ -295,8 +304,7 @@ def plan_change(
         plan, hints = frequency_hints((later or now).assignment, costs, settings.frequencies, goal_s)
         reasons.append(str(plan))
     overflows = not lacks and planner.lacks(running or executed(old, settings.split)) > 0
-    before, told = planner.before(running), tuple(reasons)
-    return Decision(before, now, later, not why_anew, hints, plan, remaining_steps, told, lacks, overflows)
+    return Decision(before, now, later, not why_anew, hints, plan, remaining_steps, tuple(reasons), lacks, overflows)
 
 
 def _reason_for_now(now: Variant, why_anew: str, how: str) -> str:
@@ -423,7 +431,7 @@ class _Planner:
             kept = self.settled_candidate(grouping, self.old.layer_cuts)
             if self.settings.keeps_layers or self.fits(kept):
                 return self.tune(grouping, kept), ""
-            why = "the layers where they are do not fit in memory any more"
+            why = _DO_NOT_FIT
         else:
             why = f"{len(grouping.stages)} of {self.old.num_stages} stages are left"
         return self.tune(grouping, self.recut(grouping, 0.0)), why

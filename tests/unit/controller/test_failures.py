@@ -938,9 +938,10 @@ def test_a_run_that_ends_in_place_of_going_back_leaves_that_to_whoever_resumes_i
 def test_without_a_checkpoint_that_is_right_a_run_is_not_resumed_but_where_it_was_left_to_its_user() -> None:
     world = World(min_workers=2)
     world.protocol.version = 56
-    with pytest.raises(RunError, match=r"elastic\.min_workers is 2$"):
+    with pytest.raises(RunError, match=r"elastic\.min_workers is 2; there is no checkpoint .* with another run\.dir$"):
         world.do(world.losses.go_back(DOUBTED))
     assert [back["step"] for back in world.records("rollback")] == [0]
+    assert world.records("rollback")[0]["message"].startswith("all 56 steps are given up")
     world = World()
     world.protocol.version = 56
     with pytest.raises(RunError, match=r"may be wrong; there is no checkpoint of step 23 or before$"):

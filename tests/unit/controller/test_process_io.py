@@ -311,11 +311,11 @@ def test_shards_that_are_useless_are_removed_and_nothing_else(tmp_path: Path) ->
     writer.close()
 
 
-def test_a_patience_that_is_longer_than_a_thread_can_wait_serves(tmp_path: Path) -> None:
-    for name in (METRICS, EVENTS):
-        (tmp_path / name).touch()
-    spec = cast(CheckpointSpec, SimpleNamespace(incarnation=1, run="r", fingerprint={}, layout={}, kinds=(), step=0))
-    writer = _ManifestWriter(tmp_path, CheckpointSettings(), spec, Mailbox(), None, {}, None, 1e300)
+def test_a_patience_that_is_longer_than_a_thread_can_wait_serves(tmp_path: Path, reads: _Reads) -> None:
+    writer = writer_in(tmp_path, 1e300)
+    reads.goes_on.set()
+    written(writer, 3)
+    eventually(lambda: reads.begun == [3])
     writer.remove(6, ("its directory is not there",))
     writer.close()
     assert not writer._is_left  # pyright: ignore[reportPrivateUsage]

@@ -164,6 +164,10 @@ def test_a_worker_that_was_parked_for_being_slow_is_tried_again_after_a_thousand
     assert world.goals == [] and world.events == [("slow", [1])]
     world.train(300)
     assert world.goals[0].microbatch_counts == ((3, 3, 3, 3),) and world.events == [("slow", [1]), ("recover", [1])]
+    world.apply(world.goals.pop())
+    assert list(world.measured.tried) == [1]
+    world.train(1020)
+    assert not world.measured.tried, "from now on it is a worker like all others"
 
 
 def test_trials_of_a_worker_that_stays_slow_are_short_and_rare(monkeypatch: pytest.MonkeyPatch) -> None:
