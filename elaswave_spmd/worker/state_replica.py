@@ -176,6 +176,7 @@ class StateReplica:
         if is_hashed:
             self.state.fingerprints()
         self.parameters.enter_epoch(placement, replica_map)
+        self.parameters.forget_beyond(highest_version)
         self._take_back_gradients(self.protocol.version + 1)  # they are sent again below, to the present receivers
         self.sums.enter_epoch(placement, replica_map, self.protocol.version)
         layers = placement.layers_of_stage(placement.mesh.stage_of(self.rank))
