@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from elaswave_spmd.recovery.messages import Applied, ShardWritten
-from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, checkpoint_path
+from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, checkpoint_path, find_shards
 from elaswave_spmd.run_dir.journal import Ballot
 from elaswave_spmd.runtime.devices import device_of
 from elaswave_spmd.runtime.devices.host import HostDevice
+from elaswave_spmd.sharding.replicas import PageRange
 from elaswave_spmd.worker import checkpoint_writer
 from elaswave_spmd.worker.checkpoint_orders import CheckpointOrders
 from elaswave_spmd.worker.checkpoint_writer import CheckpointWriter, StepRecord, _save_reports, read_reports
@@ -114,6 +115,31 @@ def test_the_state_of_an_orphan_is_written_before_the_copies_that_wait(disk: Slo
     assert disk.steps == [1, 5, 2, 3] and written(tmp_path) == [1, 2, 3, 5]
     skipped = [report.step for report in reports if report.error]
     assert skipped == [4, 5], "of those that were due while two waited"
+
+
+def test_an_orphan_writes_no_state_that_is_a_step_ahead_of_it(disk: SlowDisk, tmp_path: Path) -> None:
+    """It has learned these pages from a worker that had applied the next step, and is lost.
+
+    Its shard would be taken for all that it is the writer of, so it writes the rest as if for another worker.
+    """
+    ahead: list[PageRange] = []
+
+    class Orphaned(Driven):
+        def at_end(self, replica: StateReplica) -> None:
+            part = next(iter(replica.state))
+            ahead.append(part.pages.key)
+            part.version += 1
+            try:
+                assert self.writer.write_now(replica) == ""
+            finally:
+                part.version -= 1
+                self.disk.goes_on.set()
+
+    reports = driven(Orphaned, disk, tmp_path)
+    every = next(set(report.page_ranges) for report in reports if report.step == 2)
+    (shard,) = find_shards(checkpoint_path(tmp_path, 5))[0]
+    assert set(shard.pages) == every - set(ahead) and len(ahead) == 1
+    assert shard.name.endswith("_for_others.safetensors")
 
 
 @pytest.mark.parametrize(
