@@ -824,9 +824,10 @@ class ControllerProtocol:
         is_in_doubt = self._is_in_doubt(standing.version)
         anew = is_in_doubt or self._begins_anew(standing, is_begun)
         # To save the state, or to begin the step anew, the state of `version` is needed. Learners that have the state
-        # of `version` + 1 give it up, and those of whose state the version is not known do not become replicas.
+        # of `version` + 1 give it up, and those of whose state the version is not known do not become replicas; nor do
+        # they if the replicas of `version` are compared once more (H1).
         ahead = standing.ahead if stops or anew else {}
-        if stops or anew:
+        if stops or anew or self._policy.compares_at(standing.version):
             self._pending.caught_up -= self._change.late
         if ahead and (after := self._ahead_everywhere(standing.version)):
             what = "nothing can be saved" if stops else "it cannot begin anew"
