@@ -82,7 +82,7 @@ def test_state_that_is_ahead_of_what_is_saved_or_begins_anew_is_given_up(why: st
 
 @pytest.mark.parametrize("is_compared", [False, True])
 def test_state_that_came_after_the_report_is_not_compared_as_that_of_a_replica(is_compared: bool) -> None:
-    """It may be of the step after the version, whose replicas the new epoch compares once more: one would be missing."""
+    """It may be of the step after the version, whose replicas the new epoch compares once more: one would miss."""
     policy = Policy(mirror_count=2, compares_at=lambda _: is_compared)
     protocol = mirrored(policy, CheckDraw(0, 0.0))
     protocol.agreed = 6
