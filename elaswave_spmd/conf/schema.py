@@ -1318,7 +1318,7 @@ class Settings(Section):
                 "verify.action=rollback is given with runtime.rendezvous",
                 rule="a run with agents cannot begin again by itself, as they end with it",
                 where=checks.override("runtime.rendezvous", self.runtime.rendezvous),
-                fix="verify.action=stop, and resume the run when it has ended: it goes back to a checkpoint from before then",
+                fix="verify.action=stop, and resume the run when it has ended: it then goes back to a checkpoint",
             )
 
     @property

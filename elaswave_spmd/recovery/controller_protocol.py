@@ -843,11 +843,12 @@ class ControllerProtocol:
         """
         assert self._change is not None
         epoch, standing = self._change.epoch, _Standing.from_reports(self._change.reports)
-        # 1. Those of whose state the version is not known (`late`) do not become replicas then.
+        # 1. Those of whose state the version is not known (`late`) do not become replicas then; nor do they if the
+        # replicas of the version are compared once more (H1).
         outlook = self._outlook(standing)
         stops, anew = outlook.stops, outlook.anew
         ahead = standing.ahead if stops or anew else {}
-        if stops or anew:
+        if stops or anew or self._policy.compares_at(standing.version):
             self._pending.caught_up -= self._change.late
         # 2. The plan of promotions alone moves no state. It shows whether every page has a replica left.
         membership = self._next_membership(standing.version, ahead, joins=not stops)

@@ -147,6 +147,8 @@ class WorkerProtocol:
     _later_epochs: dict[tuple[int, int, int, int], Vote] = field(default_factory=dict)
     # Published pages of steps that are not applied here yet. The dict serves as an ordered set: in order of arrival.
     _filed: dict[int, dict[Publish, None]] = field(default_factory=dict)
+    # Rank that was a member -> the version with which the first epoch began, of those entered here, that is without it.
+    _ceased: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._computed = self._entered_at = self.version
@@ -270,6 +272,15 @@ class WorkerProtocol:
         self._filed.setdefault(publish.step, {})[publish] = None
         return []
 
+    def counts(self, sender: int, step: int) -> bool:
+        """True if parameters or state of a step count that this sender has sent.
+
+        False if no member of an epoch without the sender had applied that step when the epoch began: the sender alone
+        may have. The members decide the step among themselves, and whoever has its results sends them. Nobody can
+        compare the sender's with those.
+        """
+        return step <= self._ceased.get(sender, step)
+
     @property
     def may_drop_undecided(self) -> bool:
         """True if no member can have decided the step after this worker's version.
@@ -342,6 +353,11 @@ class WorkerProtocol:
         assert self.accepts(epoch) and self.version <= highest_version <= self.version + 1, (epoch, self)
         self.epoch = epoch
         self.promised = max(epoch, self.promised)
+        for rank in set(self.members).difference(members):
+            self._ceased[rank] = highest_version
+        # Published by who had applied a step that no member has: it is lost, or was taken for lost.
+        for step in [s for s in self._filed if s > highest_version]:
+            del self._filed[step]
         self.members = members
         self.held = held
         self.loss_range = loss_range

@@ -285,14 +285,10 @@ def plan_change(
     before = planner.before(running)
     # Where a run would not even move micro-batches for so little, both gains together count.
     share = 1 - settings.min_gain
-    start = now.time if present != old.stages or now.time.seconds <= before.seconds * share else before
-    if (
-        settings.min_gain
-        and later is not None
-        and why_anew != _DO_NOT_FIT
-        and later.time.seconds > start.seconds * share
-    ):
-        gain = 1 - later.time.seconds / start.seconds
+    is_made = present != old.stages or now.time.seconds <= before.seconds * share
+    start_s = now.time.seconds if is_made else before.seconds
+    if settings.min_gain and later is not None and why_anew != _DO_NOT_FIT and later.time.seconds > start_s * share:
+        gain = 1 - later.time.seconds / start_s
         too_little = f"less than {settings.min_gain:.1%} with schedule.min_gain"
         later, why = None, f"layers stay: to move them would gain {gain:.1%} of a step, {too_little}"
     reasons = [_reason_for_now(now, why_anew, "by speed" if settings.follows_speeds else "evenly"), why]

@@ -183,12 +183,15 @@ class CheckpointWriter:
         if not step or self._is_complete(directory):
             return ""  # initial values can be drawn again; or the controller had completed this checkpoint
         began, wrote, unsaid = time.monotonic(), None, ""
-        if arrays := self._copy(replica, step):
+        has_share = self._has_share(replica, step)
+        if has_share and (arrays := self._copy(replica, step)):
             unsaid = self._report_to(directory)
             wrote = self._write(_Copied(step, epoch, arrays, 0.0))
         if wrote is None or not wrote.error:
             ended = time.monotonic()  # others take about as long
             lacking = self._writers_that_lack(replica, directory, ended + max(_OTHERS_S, ended - began))
+            if not has_share:  # other replicas see that its shard is missing, and write what this worker cannot
+                lacking |= {self._rank}
             if arrays := self._copy(replica, step, lacking):
                 unsaid = unsaid if wrote is not None else self._report_to(directory)
                 wrote = self._write(_Copied(step, epoch, arrays, 0.0), for_others=True)
@@ -214,6 +217,15 @@ class CheckpointWriter:
             return str(error)
         return ""
 
+    def _has_share(self, replica: StateReplica, step: int) -> bool:
+        """True if all state that this worker is the writer of is at version `step`.
+
+        It may have learned some from a primary that had applied the next step, and is lost.
+        """
+        writers = self._writers_of(replica.placement)
+        own = (part for part in replica.state if writers[part.pages.key] == self._rank)
+        return all(part.version in (LEARNING, step) for part in own)
+
     def _is_complete(self, directory: Path) -> bool:
         """True if this life of the run has completed a checkpoint, or began with it.
 
@@ -234,7 +246,8 @@ class CheckpointWriter:
         """
         ballot = Ballot(self._orders.incarnation, replica.protocol.epoch)
         writers = self._writers_of(replica.placement)
-        others = {writers[part.pages.key] for part in replica.state if part.version != LEARNING} - {self._rank}
+        version = replica.protocol.version
+        others = {writers[part.pages.key] for part in replica.state if part.version == version} - {self._rank}
         while others := {rank for rank in others if not (directory / shard_name(rank, ballot)).exists()}:
             if time.monotonic() >= until:
                 break
@@ -281,13 +294,15 @@ class CheckpointWriter:
         """Copies page ranges at version `step` to host memory.
 
         Args:
-            of_writers: the page ranges that this worker holds and one of these is the writer of; None: those that this
-                worker is the writer of.
+            of_writers: the page ranges at that version that this worker holds and one of these is the writer of; None:
+                those that this worker is the writer of, all of which are at that version.
         """
         writers, chosen = self._writers_of(replica.placement), {self._rank} if of_writers is None else of_writers
         copies: dict[PageRange, dict[str, HostCopy]] = {}
         for part in replica.state:
             if writers[part.pages.key] in chosen and part.version != LEARNING:
+                if part.version != step and of_writers is not None:
+                    continue
                 assert part.version == step, (part.pages, part.version, step)
                 state = {MASTER: part.master, **part.optimizer_state}
                 copies[part.pages.key] = {kind: self._device.copy_to_host(values) for kind, values in state.items()}

@@ -327,6 +327,13 @@ class Parameters:
         """Keep a page that came over a link until the protocol returns Install for it."""
         self._filed[publish] = payload
 
+    def forget_beyond(self, version: int) -> None:
+        """Drop published pages of steps that no member had applied when this epoch began.
+
+        Whoever has sent them is no member any more. The members apply these steps, and publish them, in this epoch.
+        """
+        self._filed = {publish: payload for publish, payload in self._filed.items() if publish.step <= version}
+
     def forget_filed(self) -> None:
         """Drop published pages that came early, as they may come from a wrong replica (H3), and requests of others.
 

@@ -176,6 +176,7 @@ class StateReplica:
         if is_hashed:
             self.state.fingerprints()
         self.parameters.enter_epoch(placement, replica_map)
+        self.parameters.forget_beyond(highest_version)
         self._take_back_gradients(self.protocol.version + 1)  # they are sent again below, to the present receivers
         self.sums.enter_epoch(placement, replica_map, self.protocol.version)
         layers = placement.layers_of_stage(placement.mesh.stage_of(self.rank))
@@ -376,8 +377,8 @@ class StateReplica:
                 own = norms[key[1] - message.first : key[2] - message.first]
                 self.reducer.gradient_known(message.step, key)
                 # The sender may be the primary of an older epoch. If this worker is the primary now, it sends the
-                # gradient to the mirrors of this epoch, which may be others.
-                self._relay_gradient(message.step, self._held[key], gradient, own)
+                # gradient to the mirrors of this epoch, which may be others. If not, the present primary may lack it.
+                self._relay_gradient(message.step, self._held[key], gradient, own, was=sender)
                 self.sums.gradient(message.step, key, gradient, own)
                 self._commit.gradient_complete(message.step, key, own, *self._loss_in(key, gradient))
 
@@ -389,8 +390,9 @@ class StateReplica:
         In a step whose gradients are exchanged through the group, mirrors in this stage get it there.
 
         Args:
-            was: the primary of the pages in the older epoch, if that may be another one than now. This worker's own
-                rank, if the primary is the same but may have missed what it was sent. None: the primary has it.
+            was: who has sent the gradient, or the primary of the pages in the older epoch: that may be another one than
+                now. This worker's own rank, if the primary is the same but may have missed what it was sent. None: the
+                primary has it.
         """
         reduced = ReducedPages(pages, gradient, norms)
         if pages.primary == self.rank:

@@ -72,7 +72,7 @@ def receive_state(
         own = norms[pages.first - message.first : pages.stop - message.first]
         protocol.state_received(message.step, pages.key, own, None)
 
-    # A frozen page is current at every version, however old the message is.
-    version = max(message.step, protocol.version) if frozen else message.step
+    # A frozen page is current at every version, however old the message is, or if its sender is a step ahead.
+    version = protocol.version if frozen else message.step
     yield from state.receive(message.layer, message.first, message.stop, version, payload, received, hashed=hashed)
     done()

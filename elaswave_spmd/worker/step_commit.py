@@ -138,6 +138,8 @@ class StepCommit:
         match message:
             case m.Vote():
                 self._perform(self.protocol.vote_received(message))
+            case m.Publish() | m.PageState() if not self.protocol.counts(sender, message.step):
+                pass
             case m.Publish():
                 assert payload is not None
                 self.replica.parameters.file(message, payload)

@@ -36,9 +36,9 @@ def test_state_that_is_a_step_ahead_of_everybody_on_all_of_its_replicas() -> Non
 
 
 def mirrored(policy: Policy, checks: CheckDraw) -> ControllerProtocol:
-    """Four workers that have begun, with a mirror of each page."""
+    """Four workers that have begun, with the policy's mirrors of each page."""
     planned = placement(4, zero=1)
-    planned = replace(planned, replicas=place_replicas(LAYOUT, planned.state_sharding(1, 0)))
+    planned = replace(planned, replicas=place_replicas(LAYOUT, planned.state_sharding(policy.mirror_count, 0)))
     protocol = ControllerProtocol(planned, ProtocolSpec(LAYOUT, STEPS), policy, checks=checks)
     for rank in range(4):
         protocol.ready(Ready(rank, f"at {rank}"))
@@ -78,3 +78,21 @@ def test_state_that_is_ahead_of_what_is_saved_or_begins_anew_is_given_up(why: st
         assert ("nothing can be saved" if why == "saved" else "begin anew") in end.reason
     else:
         assert holders(actions, pages.key) == {other}
+
+
+@pytest.mark.parametrize("is_compared", [False, True])
+def test_state_that_came_after_the_report_is_not_compared_as_that_of_a_replica(is_compared: bool) -> None:
+    """It may be of the step after the version, whose replicas the new epoch compares once more: one would miss."""
+    policy = Policy(mirror_count=2, compares_at=lambda _: is_compared)
+    protocol = mirrored(policy, CheckDraw(0, 0.0))
+    protocol.agreed = 6
+    protocol.lost(3, "killed")
+    for rank in (0, 1, 2):
+        protocol.report_received(StepReport(1, rank, 6, (PartialStep(7),)))
+    pages = next(pages for pages in replicas_of(protocol) if pages.learners)
+    (learner,), (lost, other) = pages.learners, pages.replicas
+    protocol.lost(lost, "killed")
+    protocol.report_received(StepReport(2, learner, 6, (PartialStep(7),)))
+    protocol.caught_up(m.CaughtUp(learner, 1))
+    actions = protocol.report_received(StepReport(2, other, 6, (PartialStep(7),)))
+    assert holders(actions, pages.key) == ({other} if is_compared else {other, learner})

@@ -282,6 +282,29 @@ def test_pages_published_early_are_installed_in_the_epoch_that_applies_their_ste
     assert [type(effect) for effect in effects] == [Apply, Install]
 
 
+def test_pages_published_early_of_a_step_that_no_member_has_applied_are_given_up() -> None:
+    """Their sender alone had applied it, and is lost. The members publish them again."""
+    protocol = voted()
+    assert protocol.publish_received(Publish(1, 0, 5, 6)) == []
+    enter(protocol, 0)
+    protocol.computed(1)
+    effects = protocol.vote_received(vote(1, OTHER, NEW, 9.0))
+    assert [type(effect) for effect in effects] == [Apply]
+
+
+def test_what_the_lost_have_sent_of_a_step_that_no_member_had_applied_does_not_count() -> None:
+    protocol = voted()
+    assert protocol.counts(THIRD, 1) and protocol.counts(OTHER, 1)
+    enter(protocol, 0)
+    assert not protocol.counts(THIRD, 1) and protocol.counts(THIRD, 0), "nor in any later epoch, as it is decided anew"
+    assert protocol.counts(OTHER, 1) and protocol.counts(THIRD + 1, 1), "members, and who is to become one"
+    protocol.computed(1)
+    protocol.vote_received(vote(1, OTHER, NEW, 9.0))
+    enter(protocol, 1, members=(ME,), epoch=NEW + 1)
+    assert protocol.version == 1 and not protocol.counts(THIRD, 1)
+    assert protocol.counts(OTHER, 1) and not protocol.counts(OTHER, 2)
+
+
 def test_a_second_change_before_the_first_is_settled() -> None:
     protocol = voted()
     enter(protocol, 1)

@@ -13,10 +13,11 @@ import pytest
 
 from elaswave_spmd.errors import FilesError
 from elaswave_spmd.recovery.messages import Applied, ShardWritten
-from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, checkpoint_path
+from elaswave_spmd.run_dir.checkpoint_shard import ShardInfo, checkpoint_path, find_shards
 from elaswave_spmd.run_dir.journal import Ballot
 from elaswave_spmd.runtime.devices import device_of
 from elaswave_spmd.runtime.devices.host import HostDevice
+from elaswave_spmd.sharding.replicas import PageRange
 from elaswave_spmd.worker import checkpoint_writer
 from elaswave_spmd.worker.checkpoint_orders import CheckpointOrders
 from elaswave_spmd.worker.checkpoint_writer import CheckpointWriter, StepRecord, _save_reports, read_reports
@@ -137,6 +138,31 @@ def test_records_that_cannot_be_written_are_told_of_and_the_state_is_written_all
     driven(Orphaned, disk, tmp_path)
     assert not steps, "before the state, which may take the last room of the disk"
     assert 5 in written(tmp_path)
+
+
+def test_an_orphan_writes_no_state_that_is_a_step_ahead_of_it(disk: SlowDisk, tmp_path: Path) -> None:
+    """It has learned these pages from a worker that had applied the next step, and is lost.
+
+    Its shard would be taken for all that it is the writer of, so it writes the rest as if for another worker.
+    """
+    ahead: list[PageRange] = []
+
+    class Orphaned(Driven):
+        def at_end(self, replica: StateReplica) -> None:
+            part = next(iter(replica.state))
+            ahead.append(part.pages.key)
+            part.version += 1
+            try:
+                assert self.writer.write_now(replica) == ""
+            finally:
+                part.version -= 1
+                self.disk.goes_on.set()
+
+    reports = driven(Orphaned, disk, tmp_path)
+    every = next(set(report.page_ranges) for report in reports if report.step == 2)
+    (shard,) = find_shards(checkpoint_path(tmp_path, 5))[0]
+    assert set(shard.pages) == every - set(ahead) and len(ahead) == 1
+    assert shard.name.endswith("_for_others.safetensors")
 
 
 @pytest.mark.parametrize(

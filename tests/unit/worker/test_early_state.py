@@ -55,7 +55,7 @@ def test_a_reduced_gradient_of_ranges_that_are_joined_in_the_next_epoch_is_kept_
         reducer=SimpleNamespace(gradient_known=lambda step, key: None),
         sums=SimpleNamespace(gradient=lambda *what: None),
         _commit=SimpleNamespace(gradient_complete=lambda step, key, *what: complete.append(key)),
-        _relay_gradient=lambda *what: None,
+        _relay_gradient=lambda *what, **how: None,
     )
     start, stop = layout.layers[0].span(0, 4)
     message, payload = ReducedGradient(5, 0, 0, 4, b"\0" * 16), torch.arange(stop - start, dtype=torch.float32)

@@ -109,6 +109,18 @@ def test_a_newcomer_takes_the_state_of_a_frozen_page_however_old_it_is() -> None
     assert protocol.norms_at(2, FROZEN) == protocol.norms_at(9, FROZEN) == ()
 
 
+def test_a_frozen_page_that_a_worker_one_step_ahead_has_sent_is_at_the_version_of_its_receiver() -> None:
+    """Else it could not be saved, compared or joined with others at that version."""
+    state, values = held(buffer(), separate=True, learns=True), buffer()
+    state.rebind([part.pages for part in state], {0: values})
+    protocol = WorkerProtocol(0, 0, (0,), (), version=9)
+    for _ in receive_state(state, m.PageState(10, *FROZEN, b""), torch.ones(128), protocol, lambda: None):
+        pass
+    assert [part.version for part in state] == [LEARNING, 9] and values.are_at(*FROZEN[1:], 9)
+    state.keep(0, 10)
+    assert [part.version for part in state] == [LEARNING, 10]
+
+
 def test_messages_about_gradients_of_frozen_pages_cannot_be_right() -> None:
     bounds = MessageBounds(LAYOUT, 10, 4, 0, 3)
     assert bounds.refused_payload(m.PartialSum(1, *FROZEN, 0, 1), 128) == PLACE
