@@ -70,7 +70,7 @@ if __name__ == "__main__":
     from elaswave_spmd.controller.rescheduler import MeasuredCosts
     from elaswave_spmd.worker.process import WorkerProcess
 
-    def fails(self, step, members):
+    def fails(self, step, members, now):
         if step >= 4:
             raise OverflowError("a bug of the controller's")
         return 0
