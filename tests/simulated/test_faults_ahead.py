@@ -70,7 +70,7 @@ class LateState(Late):
 
     def inject(self, rank: int, fault: AnyFault | StartFault, out: Link | None = None) -> None:
         if rank == self.ahead:
-            self.protocol.suspect()
+            self.protocol.note_difference()
         super().inject(rank, fault, out)
 
 
