@@ -19,11 +19,16 @@ LACKS = device_of("xla").missing(ThisMachine())
 pytestmark = pytest.mark.skipif(bool(LACKS), reason="; ".join(f"no {lack.what}: {lack.fix}" for lack in LACKS))
 
 
-def steps(*arguments: object) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.xla.layer_steps", *map(str, arguments)]
+def printed(*words: object) -> str:
+    """The last line that a module of these tests prints, with these arguments."""
+    command = [sys.executable, "-m", *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return done.stdout.splitlines()[-1]
+
+
+def steps(*arguments: object) -> dict[str, Any]:
+    return json.loads(printed("tests.xla.layer_steps", *arguments))
 
 
 def test_xla_is_here_when_it_is_not_skipped() -> None:
@@ -58,3 +63,7 @@ def test_parameters_are_split_over_both_axes() -> None:
 
 def test_two_processes_give_the_same_bits(two_devices: dict[str, Any]) -> None:
     assert steps(2, 1, 0.1)["bits"] == two_devices["bits"]
+
+
+def test_a_program_that_waits_for_another_does_not_hold_the_lock_that_the_other_needs() -> None:
+    assert printed("tests.xla.programs_in_turn") == "30 2.0"

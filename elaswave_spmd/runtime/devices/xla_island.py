@@ -45,6 +45,7 @@ class TracedNumbersRefused(TorchDispatchMode):
     """A context in which code that reads the values of traced tensors is refused: `.item()`, `float()`, `if`, `.cpu()`.
 
     What is read while a program is traced would stay in the program, whatever the tensor is when the program runs.
+    Only the model's own code runs in it: what `put` copies in it would be given up under the interpreter's lock.
 
     Raises:
         FrozenNumberError: at the operator that reads.
@@ -216,6 +217,9 @@ class XlaIsland:
     def run(self, program: Program, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run a program without tracing. Returns its outputs, on the island."""
         given = [program.constants[i] if n is None else inputs[n] for i, n in enumerate(program.order)]
+        # torch_xla waits for the program before this one, and keeps the interpreter's lock meanwhile. A thread of XLA
+        # that needs the lock, to give up a tensor, would never end that program. `wait` lets go of the lock.
+        self.wait()
         results = self._c._run_cached_graph(program.graph, given)
         return [results[place] for place in program.outputs]
 

@@ -170,7 +170,7 @@ class XlaPrograms(PairPrograms):
         x = map_tensors(lambda one: torch.zeros_like(one), example.x)
         for layer, module in zip(layout.layers, modules, strict=True):
             try:
-                with naming_layer(layer.name, "compilation", x), TracedNumbersRefused():
+                with naming_layer(layer.name, "compilation", x):
                     self._programs[layer.index], x = self._compile(layer, module, x, example, dtype)
             except FrozenNumberError as error:
                 where = self._code_of(layer)
@@ -208,13 +208,16 @@ class XlaPrograms(PairPrograms):
         with torch.no_grad(), _evaluating([*self._of_model, *module.modules()]):
             inputs = zeros.given()
             if layer == self._last:
-                loss, metrics = self._scores(layout, module, inputs, x)
+                with TracedNumbersRefused():
+                    loss, metrics = self._scores(layout, module, inputs, x)
                 scores = tensors_of(self._checked_scores(loss, metrics))
                 # A loss alone keeps its form, without dims. Several numbers each get a dim, and none may be an argument
                 # itself (`_computed`).
                 outputs = scores if len(scores) == 1 else tuple(self._computed(_with_dims(one)) for one in scores)
             else:
-                outputs = tensors_of(_all_with_dims(self._output(layout, module, dtype, inputs, x)))
+                with TracedNumbersRefused():
+                    y = self._output(layout, module, dtype, inputs, x)
+                outputs = tensors_of(_all_with_dims(y))
             evaluate = island.capture(outputs, inputs, [WHOLE] * len(outputs))
             island.forget_traces()
         inputs = zeros.given()
@@ -226,7 +229,8 @@ class XlaPrograms(PairPrograms):
             one.requires_grad_()
         saved = SavedTensors(island)
         with saved.hooks():
-            y = self._output(layout, module, dtype, inputs, x)
+            with TracedNumbersRefused():
+                y = self._output(layout, module, dtype, inputs, x)
             if layer == self._last:
                 loss, *weight = tensors_of(y)
                 y = (loss * self._loss_scale, *map(self._computed, weight)) if weight else loss * self._loss_scale

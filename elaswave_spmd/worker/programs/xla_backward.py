@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from elaswave_spmd.runtime.devices.xla_island import WHOLE, Program, XlaIsland
+from elaswave_spmd.runtime.devices.xla_island import WHOLE, Program, TracedNumbersRefused, XlaIsland
 from elaswave_spmd.sharding import P
 from elaswave_spmd.worker.programs.backward_pair import Cut, cut_by_dependence
 from elaswave_spmd.worker.programs.backward_trace import BackwardTrace
@@ -164,7 +164,7 @@ def compile_backward(island: XlaIsland, forward: TracedForward) -> BackwardProgr
         return BackwardPrograms(None, None, (False,) * num_parameters, (False,) * forward.num_inputs)
     arguments = forward.arguments()
     trace = BackwardTrace(island, arguments.all)
-    with trace:
+    with TracedNumbersRefused(), trace:
         forward.saved.give(arguments.given, arguments.residuals)
         leaves = [*forward.leaves.values()]
         made = torch.autograd.grad(forward.outputs, leaves, arguments.ends or None, allow_unused=True)
